@@ -1,0 +1,41 @@
+"""What bnfold raises. Every message is one line: the file, node or key, what was found, what to do."""
+
+
+class BnfoldError(Exception):
+    """Base of all errors bnfold raises on purpose; `exit_code` is what the command line returns for it."""
+
+    exit_code = 1
+
+
+class UsageError(BnfoldError):
+    """The call itself is wrong: a bad option, a missing factory or input, a wrong input shape, an absent provider."""
+
+    exit_code = 2
+
+
+class NotEquivalentError(BnfoldError):
+    """The candidate does not compute what the reference computes."""
+
+    exit_code = 3
+
+
+class RemainingNormsError(BnfoldError):
+    """Normalizations remain although every one was required to fold."""
+
+    exit_code = 4
+
+
+class InvalidFileError(BnfoldError):
+    """A file is missing, unreadable, unsafe or invalid, its keys do not fit, or an output cannot be written."""
+
+    exit_code = 6
+
+
+class BrokenStatisticsError(InvalidFileError):
+    """Running statistics are NaN, infinite, or variance + epsilon is not positive: no right result exists."""
+
+
+class CaptureError(BnfoldError):
+    """A module cannot be turned into a graph; the message carries the exporter's first line."""
+
+    exit_code = 2

@@ -1,0 +1,428 @@
+"""Ways to run a model on numpy arrays: one adapter for each kind of model that `verify` takes.
+
+onnxruntime, onnx and torch are imported only by the adapter that needs them: two ONNX files are compared without
+torch. An adapter never changes the model it was given; torch models run as copies.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import dataclasses
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import InvalidFileError, UsageError
+
+CPU = "CPUExecutionProvider"
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+DTYPES: dict[str, np.dtype[Any]] = {  # ONNX's words, then those that ONNX, torch and numpy have in common
+    "float": np.dtype(np.float32),
+    "double": np.dtype(np.float64),
+    "bfloat16": BFLOAT16,
+    **{n: np.dtype(n) for n in ("bool", "float16", "float32", "float64", "int8", "int16", "int32", "int64")},
+    **{n: np.dtype(n) for n in ("uint8", "uint16", "uint32", "uint64")},
+}
+
+Array = NDArray[Any]
+Dim = int | str | None  # a size, a symbol, or nothing known
+Batch = tuple[Any, ...] | Mapping[str, Any]  # by position, or by name
+Outputs = list[tuple[str, Array]]  # no dict: onnxruntime lets a graph name one output twice
+
+
+@dataclass(frozen=True, slots=True)
+class InputSpec:
+    """One input as a model declares it. `dtype` is None where it is no tensor of numbers.
+
+    `bounds` holds the smallest and the largest size of a symbol, where the model says so.
+    """
+
+    name: str
+    dtype: np.dtype[Any] | None
+    shape: tuple[Dim, ...]
+    bounds: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+
+class Evaluator(Protocol):
+    """A model that can be run."""
+
+    @property
+    def inputs(self) -> tuple[InputSpec, ...] | None:
+        """The inputs in positional order, or None where the model does not declare them."""
+        ...
+
+    @property
+    def float_type(self) -> np.dtype[Any]:
+        """The type of floating-point inputs where nothing says more."""
+        ...
+
+    def run(self, batch: Batch) -> Outputs:
+        """The tensors among the outputs, named, in order. Raises whatever the library raises."""
+        ...
+
+    def in_float64(self) -> Evaluator | None:
+        """A copy that computes in float64, or None where there is no such thing."""
+        ...
+
+
+def evaluator(model: Any, role: str, provider: str = CPU) -> Evaluator:
+    """The adapter for `model`; `role` names it in messages, `provider` is where onnxruntime runs it.
+
+    Raises InvalidFileError when onnxruntime cannot load it, UsageError when the provider cannot run it.
+    """
+    if _is_a(model, "torch.nn", "Module"):
+        return ModuleEvaluator(model, role)
+    if _is_a(model, "torch.export", "ExportedProgram"):
+        return ProgramEvaluator(model, role)
+    if is_onnx(model):
+        return OnnxEvaluator(model, role, provider)
+    raise UsageError(
+        f"{role}: cannot run a {type(model).__name__}; pass an nn.Module, an ExportedProgram, a ModelProto, its bytes "
+        "or the path of an .onnx file"
+    )
+
+
+def is_onnx(model: Any) -> bool:
+    """Whether onnxruntime is to run this."""
+    return isinstance(model, bytes | str | os.PathLike) or _is_a(model, "onnx", "ModelProto")
+
+
+def is_float(dtype: np.dtype[Any]) -> bool:
+    """Whether values of this type are rounded ones."""
+    return dtype.kind in "fc" or dtype == BFLOAT16
+
+
+def first_line(error: BaseException) -> str:
+    """What an exception says, in one line."""
+    return next((line.strip()[:300] for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+# --- onnxruntime ------------------------------------------------------------------------------------------------------
+
+
+class OnnxEvaluator:
+    """An ONNX model on one onnxruntime provider, graph optimizations off: the file is judged, not what they make of it.
+
+    On CUDA, TF32 is off too, whose products are good to 1e-3 only. Overridable initializers are no inputs.
+    """
+
+    float_type = DTYPES["float32"]
+
+    def __init__(self, model: Any, role: str, provider: str = CPU) -> None:
+        self._role, self._session = role, _session(model, role, provider)
+        self.inputs = tuple(
+            InputSpec(i.name, DTYPES.get(i.type[len("tensor(") : -1]), tuple(_dim(d) for d in i.shape))
+            for i in self._session.get_inputs()
+        )
+
+    def in_float64(self) -> None:
+        """None: onnxruntime's CPU provider has no float64 convolution."""
+        return
+
+    def run(self, batch: Batch) -> Outputs:
+        """Run the session; arrays of another float or integer type are converted to the declared one."""
+        values = _bind(batch, self.inputs, self._role)
+        feeds = {spec.name: _typed(v, spec.dtype) for spec, v in zip(self.inputs, values, strict=True)}
+        declared = self._session.get_outputs()
+        if any("bfloat16" in x.type for x in (*self._session.get_inputs(), *declared)):
+            results = self._run_values(feeds)
+        else:
+            results = self._session.run(None, feeds)
+        return [x for d, r in zip(declared, results, strict=True) for x in _flat(d.name, r)]
+
+    def _run_values(self, feeds: dict[str, Any]) -> list[Any]:
+        """Run by OrtValue, the only way in and out for bfloat16."""
+        from onnxruntime import OrtValue
+
+        bfloat16 = 16  # TensorProto.BFLOAT16
+        values = {
+            n: OrtValue.ortvalue_from_numpy_with_onnx_type(v.view(np.uint16), bfloat16)
+            if v.dtype == BFLOAT16
+            else OrtValue.ortvalue_from_numpy(v)
+            for n, v in feeds.items()
+        }
+        return [_read_value(v) for v in self._session.run_with_ort_values(None, values)]
+
+
+def check_providers(providers: Sequence[str]) -> None:
+    """Raise UsageError unless this onnxruntime has every provider."""
+    import onnxruntime
+
+    if isinstance(providers, str) or not providers:
+        raise UsageError(f"providers: expected a sequence of names such as ({CPU!r},), got {providers!r}")
+    available = onnxruntime.get_available_providers()
+    if absent := [p for p in providers if p not in available]:
+        raise UsageError(
+            f"this onnxruntime has no provider {', '.join(absent)}; available: {', '.join(available)} "
+            "(for CUDA, install onnxruntime-gpu in place of onnxruntime)"
+        )
+
+
+def _session(model: Any, role: str, provider: str) -> Any:
+    import onnxruntime as ort
+
+    name = f"{role} {os.fspath(model)}" if isinstance(model, str | os.PathLike) else role
+    source, folder = _source(model, name)
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 4
+    if folder:
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
+    settings = {"use_tf32": "0"} if provider == "CUDAExecutionProvider" else {}
+    try:
+        session = ort.InferenceSession(source, options, providers=[(provider, settings)])
+    except Exception as e:
+        if type(e).__name__ == "NotImplemented":
+            raise UsageError(f"{name}: {provider} cannot run it: {first_line(e)}; choose another provider") from e
+        raise InvalidFileError(f"{name}: onnxruntime cannot load it: {first_line(e)}") from e
+    if provider not in session.get_providers():
+        raise UsageError(f"{provider} is installed but does not start; check the driver, CUDA and cuDNN")
+    return session
+
+
+def _source(model: Any, name: str) -> tuple[str | bytes, str]:
+    """What onnxruntime is to load, and the folder of its external data where that is not beside a path.
+
+    A BatchNormalization with empty names at the end of its outputs ends the process in onnxruntime 1.32, at every
+    optimization level unless it happens to be fused. Without those names it means the same.
+    """
+    import onnx
+
+    path = Path(model) if isinstance(model, str | os.PathLike) else None
+    try:
+        if path is not None:
+            proto = onnx.load(path, load_external_data=False)
+        else:
+            proto = onnx.load_from_string(model) if isinstance(model, bytes) else model
+        if any(_trailing(n) for n in _norms(proto)):
+            proto = copy.deepcopy(proto)
+            for node in _norms(proto):
+                del node.output[len(node.output) - _trailing(node) :]
+            return proto.SerializeToString(), "" if path is None else str(path.absolute().parent)
+        if path is not None:
+            return str(path), ""
+        return model if isinstance(model, bytes) else proto.SerializeToString(), ""
+    except FileNotFoundError as e:
+        raise InvalidFileError(f"{name}: no such file") from e
+    except Exception as e:
+        hint = " (above 2 GB, save it with external data and pass its path)" if path is None else ""
+        raise InvalidFileError(f"{name}: cannot be read as an ONNX model: {first_line(e)}{hint}") from e
+
+
+def _norms(proto: Any) -> Iterator[Any]:
+    """Every BatchNormalization, in the graph, its subgraphs and the model's functions."""
+    pending = [proto.graph.node, *(f.node for f in proto.functions)]
+    while pending:
+        for node in pending.pop():
+            if node.op_type == "BatchNormalization":
+                yield node
+            pending += [g.node for a in node.attribute for g in (a.g, *a.graphs) if g.node]
+
+
+def _trailing(node: Any) -> int:
+    """How many output names at the end are empty."""
+    return len(node.output) - max((i + 1 for i, o in enumerate(node.output) if o), default=0)
+
+
+def _dim(d: Any) -> Dim:
+    return None if not d or (isinstance(d, int) and d < 0) else d
+
+
+def _read_value(value: Any) -> Any:
+    if value.data_type() != "tensor(bfloat16)":
+        return value.numpy()
+    shape = value.shape()
+    memory = (ctypes.c_uint16 * int(np.prod(shape))).from_address(value.data_ptr())
+    return np.frombuffer(memory, np.uint16).copy().view(BFLOAT16).reshape(shape)
+
+
+def _flat(name: str, result: Any) -> Iterator[tuple[str, Array]]:
+    """The tensors in one output, which may be a sequence, a map or an absent optional."""
+    if result is None:
+        return
+    if not isinstance(result, list | dict):
+        yield name, np.asarray(result)
+        return
+    for k, r in result.items() if isinstance(result, dict) else enumerate(result):
+        yield from _flat(f"{name}.{k}", r)
+
+
+# --- torch ------------------------------------------------------------------------------------------------------------
+
+
+class ModuleEvaluator:
+    """A copy of an nn.Module in evaluation mode, without gradients; torch's random state is left as it was."""
+
+    inputs = None
+
+    def __init__(self, module: Any, role: str, float64: bool = False) -> None:
+        self._role, self._float64 = role, float64
+        try:
+            self._module = _copy(module, float64).eval()
+        except Exception as e:
+            raise UsageError(f"{role}: {type(module).__name__} cannot be copied: {first_line(e)}") from e
+        self.float_type = _float_type(self._module)
+
+    def in_float64(self) -> ModuleEvaluator:
+        """The module with every floating-point parameter and buffer in float64."""
+        return ModuleEvaluator(self._module, self._role, float64=True)
+
+    def run(self, batch: Batch) -> Outputs:
+        """Call the module, by keyword where the batch is a mapping."""
+        args, kwargs = ((), dict(batch)) if isinstance(batch, Mapping) else (batch, {})
+        return _forward(self._module, args, kwargs, self._float64)
+
+
+class ProgramEvaluator:
+    """A copy of an ExportedProgram's graph module. Arguments that are no tensors keep the values of the export."""
+
+    def __init__(self, program: Any, role: str, float64: bool = False) -> None:
+        self._program, self._role, self._float64 = program, role, float64
+        self._module = _copy(program.module(), float64)
+        self.float_type = _float_type(self._module)
+        arguments = [n for n in program.graph.nodes if n.op == "placeholder"]
+        count = len(program.graph_signature.user_inputs)
+        self._arguments = [(n.name, n.meta.get("val")) for n in arguments[len(arguments) - count :]]
+        self.inputs = _program_inputs(self._arguments, program.range_constraints)
+
+    def in_float64(self) -> ProgramEvaluator:
+        """The program with every floating-point parameter, buffer and constant in float64."""
+        return ProgramEvaluator(self._program, self._role, float64=True)
+
+    def run(self, batch: Batch) -> Outputs:
+        """Call the graph module with the structure of arguments it was exported with."""
+        from torch.utils import _pytree as pytree  # noqa: TID251 -- a torch model takes part
+
+        values = iter(_bind(batch, self.inputs, self._role))
+        leaves = [next(values) if _is_tensor(v) else v for _, v in self._arguments]
+        args, kwargs = pytree.tree_unflatten(leaves, self._program.call_spec.in_spec)
+        return _forward(self._module, args, kwargs, self._float64)
+
+
+def _copy(module: Any, float64: bool) -> Any:
+    copied = copy.deepcopy(module)
+    return copied.double() if float64 else copied
+
+
+def _forward(module: Any, args: Any, kwargs: Any, float64: bool) -> Outputs:
+    import torch  # noqa: TID251 -- a torch model takes part
+    from torch.utils import _pytree as pytree  # noqa: TID251
+
+    device = next((t.device for t in _state(module)), torch.device("cpu"))
+    args, kwargs = pytree.tree_map(lambda v: _to_torch(v, device, float64), (args, kwargs))
+    with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        result = module(*args, **kwargs)
+    return [(".".join(path) or "output", to_numpy(t).copy()) for path, t in _tensors(result, ())]
+
+
+def _tensors(result: Any, prefix: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    from torch.utils import _pytree as pytree  # noqa: TID251 -- a torch model takes part
+
+    for keys, leaf in pytree.tree_flatten_with_path(result)[0]:
+        path = (*prefix, *(str(next(getattr(k, a) for a in ("key", "idx", "name") if hasattr(k, a))) for k in keys))
+        if _is_tensor(leaf):
+            yield path, leaf
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _tensors({f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf)}, path)
+
+
+def _program_inputs(arguments: list[tuple[str, Any]], ranges: Mapping[Any, Any]) -> tuple[InputSpec, ...]:
+    """The declared inputs; where a size is an expression of others (2*s0), the sizes of the export's sample instead."""
+    tensors = [(name, value) for name, value in arguments if _is_tensor(value)]
+    symbolic = [d for _, v in tensors for d in v.shape if not isinstance(d, int)]
+    by_sample = any(not d.node.expr.is_symbol for d in symbolic)
+    bounds = {str(s): (_bound(r.lower), _bound(r.upper)) for s, r in ranges.items()}
+
+    def dim(d: Any) -> Dim:
+        if isinstance(d, int):
+            return d
+        return int(d.node.hint) if by_sample and d.node.hint is not None else str(d.node.expr)
+
+    return tuple(InputSpec(n, DTYPES.get(_word(v.dtype)), tuple(dim(d) for d in v.shape), bounds) for n, v in tensors)
+
+
+def _bound(size: Any) -> int:
+    return int(size) if size.is_Integer else 2**31  # sympy's integer infinity is none
+
+
+def _float_type(module: Any) -> np.dtype[Any]:
+    known = (DTYPES.get(_word(t.dtype)) for t in _state(module) if t.is_floating_point())
+    return next((d for d in known if d is not None), DTYPES["float32"])
+
+
+def _state(module: Any) -> Iterator[Any]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _word(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+def to_numpy(value: Any) -> Array:
+    """A tensor, an array or a number as an array; bfloat16 as ml_dtypes' type."""
+    if not _is_tensor(value):
+        return np.asarray(value)
+    tensor = value.detach().cpu().resolve_conj().resolve_neg()
+    if _word(tensor.dtype) != "bfloat16":
+        return tensor.numpy()
+    import torch  # noqa: TID251 -- the value is a tensor
+
+    return tensor.view(torch.int16).numpy().view(BFLOAT16)
+
+
+def _to_torch(value: Any, device: Any, float64: bool) -> Any:
+    """A tensor of its own for an array or a tensor, since a model may write into it; anything else as it is."""
+    import torch  # noqa: TID251 -- a torch model takes part
+
+    if _is_tensor(value):
+        tensor = value.detach().clone()
+    elif isinstance(value, np.ndarray) and value.dtype == BFLOAT16:
+        tensor = torch.from_numpy(np.array(value.view(np.int16))).view(torch.bfloat16)
+    elif isinstance(value, np.ndarray):
+        tensor = torch.from_numpy(np.array(value))
+    else:
+        return value
+    return tensor.to(device, torch.float64 if float64 and tensor.is_floating_point() else tensor.dtype)
+
+
+def _typed(value: Any, dtype: np.dtype[Any] | None) -> Any:
+    """The value as an ONNX input of that type takes it: floats become other floats, integers other integers."""
+    if dtype is None:
+        return value
+    array = to_numpy(value)
+    alike = (is_float(array.dtype) and is_float(dtype)) or (array.dtype.kind in "iu" and dtype.kind in "iu")
+    return np.array(array, dtype=dtype if alike else array.dtype, order="C")
+
+
+def _bind(batch: Batch, inputs: Sequence[InputSpec], role: str) -> list[Any]:
+    """The values in the order of `inputs`. A single value fits a single input whatever it is called."""
+    if isinstance(batch, Mapping) and not len(batch) == 1 == len(inputs):
+        if missing := [i.name for i in inputs if i.name not in batch]:
+            raise UsageError(f"{role}: the batch lacks {', '.join(missing)}; it has {', '.join(batch)}")
+        return [batch[i.name] for i in inputs]
+    if len(batch) != len(inputs):
+        listed = ", ".join(i.name for i in inputs)
+        raise UsageError(f"{role}: the batch has {len(batch)} values, the model {len(inputs)} inputs ({listed})")
+    return list(batch.values()) if isinstance(batch, Mapping) else list(batch)
+
+
+def _is_tensor(value: Any) -> bool:
+    return _is_a(value, "torch", "Tensor")
+
+
+def _is_a(value: Any, module: str, name: str) -> bool:
+    """`isinstance` without the import: of a module that was never imported no instance can exist."""
+    found = sys.modules.get(module)
+    return found is not None and isinstance(value, getattr(found, name, ()))

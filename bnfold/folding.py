@@ -1,0 +1,353 @@
+"""The driver: sweep over the norms, move each one backward or forward, and state the result as edits.
+
+A plan is complete before anything is changed. Every Linear site carries two pending maps, `pre` and `post`; folding
+composes onto one of them, and each touched weight is computed once, at the end, from its original values. When a
+result does not fit its stored type, the fold that caused it is barred and the plan is made again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+import numpy as np
+
+from .affine import Affine
+from .errors import UsageError
+from .ops import Linear, Opaque, Program, Record, Scale, inputs_of, outputs_of
+from .report import Fold, Kept, Norm, Reason, Refusal, Report
+from .rounding import FloatFormat
+from .rules import Absorb, Push, Step, backward, cost_of, forward
+from .weights import NewWeights, solve
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SetLinear:
+    """Give the Linear at `site` new parameters."""
+
+    site: int
+    new: NewWeights
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SetScale:
+    """Make the Scale at `site` compute `map`."""
+
+    site: int
+    map: Affine
+
+
+@dataclass(frozen=True, slots=True)
+class Bypass:
+    """Take the Scale at `site` out. Backward folds keep its output's name, forward folds its input's."""
+
+    site: int
+    direction: str
+
+
+Edit = SetLinear | SetScale | Bypass
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Edits in the order of their sites, and the report that describes them."""
+
+    edits: tuple[Edit, ...]
+    report: Report
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which norms may fold, by name patterns in shell style."""
+
+    only: tuple[str, ...] = ()
+    skip: tuple[str, ...] = ()
+
+    def allows(self, name: str) -> bool:
+        """Whether the name is selected."""
+        chosen = not self.only or any(fnmatchcase(name, p) for p in self.only)
+        return chosen and not any(fnmatchcase(name, p) for p in self.skip)
+
+    def check(self, names: Sequence[str]) -> None:
+        """Raise UsageError for a pattern that matches nothing: it is a typing error more often than not."""
+        for p in (*self.only, *self.skip):
+            if not any(fnmatchcase(n, p) for n in names):
+                near = difflib.get_close_matches(p, names, 3, 0.4) or names[:3]
+                hint = f"; the closest are {', '.join(near)}" if near else "; the model has none"
+                raise UsageError(f"the pattern {p!r} matches no normalization{hint}")
+
+
+def make_plan(program: Program, selection: Selection | None = None) -> Plan:
+    """Fold everything that can be folded. Raises UsageError when a pattern of the selection matches nothing."""
+    selection = selection or Selection()
+    selection.check([r.node for r in program.records if isinstance(r, Scale)] + list(program.norms()))
+    barred: dict[tuple[int, int], Refusal] = {}
+    while True:
+        driver = _Driver(program, selection, barred)
+        driver.sweep()
+        edits = driver.edits()
+        if not isinstance(edits, _Barred):
+            return Plan(tuple(edits), driver.report())
+        barred[edits.site, edits.scale] = edits.why
+
+
+@dataclass(frozen=True, slots=True)
+class _Barred:
+    """The fold of `scale` into `site` that gave a value its type cannot hold."""
+
+    site: int
+    scale: int
+    why: Refusal
+
+
+@dataclass(slots=True)
+class _Pending:
+    """What a site has taken in so far, and from whom."""
+
+    pre: Affine | None = None
+    post: Affine | None = None
+    contributors: list[int] = field(default_factory=lambda: [])
+
+
+@dataclass(slots=True)
+class _Move:
+    """One map on its way: where it was absorbed, what it passed, what it costs."""
+
+    absorbed: list[tuple[int, Affine]] = field(default_factory=lambda: [])
+    through: list[str] = field(default_factory=lambda: [])
+    adds: int = 0
+
+    def join(self, other: _Move) -> None:
+        self.absorbed += other.absorbed
+        self.through += [n for n in other.through if n not in self.through]
+        self.adds += other.adds
+
+
+class _Driver:
+    """The state of one planning run: the program's use-def chains under the edits made so far."""
+
+    def __init__(self, program: Program, selection: Selection, barred: dict[tuple[int, int], Refusal]):
+        self.program, self.selection, self.barred = program, selection, barred
+        self.records: list[Record] = list(program.records)
+        self.operands = [list(inputs_of(r)) for r in self.records]
+        self.producer: dict[str, tuple[int, int]] = {}
+        self.users: dict[str, list[tuple[int, int]]] = {}
+        for i, r in enumerate(self.records):
+            for k, v in enumerate(outputs_of(r)):
+                self.producer[v] = (i, k)
+            for k, v in enumerate(self.operands[i]):
+                self.users.setdefault(v, []).append((i, k))
+        self.outputs = set(program.outputs)
+        self.linears: dict[int, _Pending] = {}
+        self.scales: dict[int, _Pending] = {}
+        self.folds: dict[int, tuple[str, _Move]] = {}
+        self.refusals: dict[int, tuple[Refusal, ...]] = {}
+
+    # ------------------------------------------------------------------ sweeping
+
+    def sweep(self) -> None:
+        """Fold until a pass over all scales changes nothing."""
+        moved = True
+        while moved:
+            moved = False
+            for i, r in enumerate(self.records):
+                if isinstance(r, Scale) and i not in self.folds and self.selection.allows(r.node):
+                    moved |= self._fold(i, r)
+
+    def _fold(self, index: int, scale: Scale) -> bool:
+        back = self._backward(self.operands[index][0], scale.map, index)
+        if isinstance(back, _Move):
+            back = self._worth(scale, back)
+        if isinstance(back, _Move):
+            self._commit(index, scale, "backward", back)
+            return True
+        ahead = self._forward(scale.output, scale.map, index)
+        if isinstance(ahead, _Move):
+            ahead = self._worth(scale, ahead)
+        if isinstance(ahead, _Move):
+            self._commit(index, scale, "forward", ahead)
+            return True
+        self.refusals[index] = tuple(dict.fromkeys((back, ahead)))
+        return False
+
+    @staticmethod
+    def _worth(scale: Scale, move: _Move) -> _Move | Refusal:
+        if move.adds < scale.cost:
+            return move
+        return Refusal(Reason.NO_GAIN, scale.node, "an operation of the same cost would have to be added elsewhere")
+
+    def _commit(self, index: int, scale: Scale, direction: str, move: _Move) -> None:
+        for site, m in move.absorbed:
+            self._absorb(site, m, direction, index)
+        before, after = self.operands[index][0], scale.output
+        self.users[before] = [u for u in self.users[before] if u[0] != index]
+        for user, k in self.users.get(after, []):
+            self.operands[user][k] = before
+        self.users[before] += self.users.pop(after, [])
+        if after in self.outputs:
+            self.outputs.add(before)
+        self.folds[index] = (direction, move)
+        self.refusals.pop(index, None)
+
+    def _absorb(self, site: int, m: Affine, direction: str, scale: int) -> None:
+        record = self.records[site]
+        if isinstance(record, Scale):
+            total = m.after(record.map) if direction == "backward" else record.map.after(m)
+            self.records[site] = _with_map(record, total)
+            self.scales.setdefault(site, _Pending()).contributors.append(scale)
+            return
+        assert isinstance(record, Linear)
+        pending = self.linears.setdefault(site, _Pending())
+        pending.contributors.append(scale)
+        if direction == "backward":
+            pending.post = m if pending.post is None else m.after(pending.post)
+        else:
+            pending.pre = m if pending.pre is None else pending.pre.after(m)
+
+    # ------------------------------------------------------------------ walking
+
+    def _backward(self, value: str, m: Affine, scale: int) -> _Move | Refusal:
+        """Make the producer of `value` deliver `m(value)`; its only reader is where the walk comes from."""
+        readers = self.users.get(value, [])
+        if value in self.outputs:
+            return Refusal(Reason.MODEL_OUTPUT, value, f"{value} is an output of the model")
+        if value in self.program.pinned:
+            return self.program.pinned[value]
+        if value not in self.producer:
+            return Refusal(Reason.MODEL_INPUT, value, f"nothing stands before it but {value}")
+        index, position = self.producer[value]
+        record = self.records[index]
+        if len(readers) != 1:
+            names = ", ".join(self.records[i].node for i, _ in readers[:3])
+            more = f" and {len(readers) - 3} more" if len(readers) > 3 else ""
+            return Refusal(Reason.MULTIPLE_CONSUMERS, record.node, f"its output is read by {names}{more}")
+        return self._take(index, backward(record, position, m, self.program), scale, self._push_backward)
+
+    def _push_backward(self, index: int, push: Push, scale: int) -> _Move | Refusal:
+        return self._backward(self.operands[index][push.position], push.map, scale)
+
+    def _forward(self, value: str, m: Affine, scale: int) -> _Move | Refusal:
+        """Make up for `m`, no longer applied to `value`, in everything that reads it: all or nothing."""
+        if value in self.outputs:
+            return Refusal(Reason.MODEL_OUTPUT, value, f"{value} is an output of the model")
+        if value in self.program.pinned:
+            return self.program.pinned[value]
+        readers = self.users.get(value, [])
+        if not readers:
+            return Refusal(Reason.NOT_EXECUTED, value, "nothing reads the result")
+        total = _Move()
+        for index, position in readers:
+            if len([i for i, _ in readers if i == index]) > 1:
+                return Refusal(Reason.MULTIPLE_CONSUMERS, self.records[index].node, "it reads the value twice")
+            step = forward(self.records[index], position, m, self.program)
+            move = self._take(index, step, scale, self._push_forward)
+            if isinstance(move, Refusal):
+                return move
+            total.join(move)
+        return total
+
+    def _push_forward(self, index: int, push: Push, scale: int) -> _Move | Refusal:
+        return self._forward(outputs_of(self.records[index])[push.position], push.map, scale)
+
+    def _take(self, index: int, step: Step, scale: int, push: _Pusher) -> _Move | Refusal:
+        """Follow one record's answer: absorbed here, refused, or the first alternative that succeeds whole."""
+        match step:
+            case Refusal():
+                return step
+            case Absorb():
+                if (index, scale) in self.barred:
+                    return self.barred[index, scale]
+                # A bias that an earlier fold had to add is there already.
+                pending = self.linears.get(index)
+                paid = pending is not None and any(
+                    p is not None and not p.no_shift for p in (pending.pre, pending.post)
+                )
+                return _Move([(index, step.map)], adds=0 if paid else step.adds)
+            case _:
+                refusal: Refusal | None = None
+                for alternative in step:
+                    total = _Move(through=[self.records[index].node])
+                    for p in alternative:
+                        move = push(index, p, scale)
+                        if isinstance(move, Refusal):
+                            refusal = refusal or move
+                            break
+                        total.join(move)
+                    else:
+                        return total
+                return refusal or Refusal(
+                    Reason.UNEQUAL_BRANCHES, self.records[index].node, "no branch can take the map"
+                )
+
+    # ------------------------------------------------------------------ results
+
+    def edits(self) -> list[Edit] | _Barred:
+        """The plan as edits, or the fold that does not fit its stored type."""
+        found: dict[int, Edit] = {}
+        for site, pending in self.linears.items():
+            record = self.records[site]
+            assert isinstance(record, Linear)
+            new = solve(record, pending.pre, pending.post)
+            if isinstance(new, Refusal):
+                return _Barred(site, pending.contributors[-1], new)
+            found[site] = SetLinear(site, new)
+        for site, pending in self.scales.items():
+            record = self.records[site]
+            assert isinstance(record, Scale)
+            if site in self.folds:
+                continue
+            if not _fits(record.format, record.map):
+                why = Refusal(Reason.OVERFLOW, record.node, f"the folded map does not fit into {record.format.name}")
+                return _Barred(site, pending.contributors[-1], why)
+            found[site] = SetScale(site, record.map)
+        for site, (direction, _) in self.folds.items():
+            found[site] = Bypass(site, direction)
+        return [found[i] for i in sorted(found)]
+
+    def report(self) -> Report:
+        """Every norm in exactly one of `folded` and `kept`; constant arithmetic that folded under `affine`."""
+        norms: list[Norm] = []
+        folded: list[Fold] = []
+        kept: list[Kept] = []
+        affine: list[Fold] = []
+        for i, r in enumerate(self.program.records):
+            if isinstance(r, Opaque) and r.norm:
+                assert r.why is not None, "a norm that stays has a reason"
+                norms.append(Norm(r.node, r.op, module=r.module))
+                kept.append(Kept(r.node, (r.why,), r.op))
+            if not isinstance(r, Scale):
+                continue
+            if r.is_norm:
+                norms.append(Norm(r.node, r.op, r.channels, r.module))
+            if i in self.folds:
+                direction, move = self.folds[i]
+                fold = Fold(r.node, tuple(self._homes(move)), tuple(move.through), direction, r.op)
+                (folded if r.is_norm else affine).append(fold)
+            elif r.is_norm:
+                excluded = Refusal(Reason.EXCLUDED, r.node, "not selected by --only / --skip")
+                kept.append(Kept(r.node, self.refusals.get(i, (excluded,)), r.op))
+        return Report(tuple(norms), tuple(folded), tuple(kept), tuple(affine), notes=self.program.notes)
+
+    def _homes(self, move: _Move) -> Iterable[str]:
+        """Where a map ended up: a scale that absorbed it may itself have moved on."""
+        for site, _ in move.absorbed:
+            if site in self.folds:
+                yield from self._homes(self.folds[site][1])
+            else:
+                yield self.records[site].node
+
+
+_Pusher = Callable[[int, Push, int], _Move | Refusal]
+"""One of the two walkers, for `_take`: follow a push from a record, on behalf of a scale."""
+
+
+def _with_map(record: Scale, total: Affine) -> Scale:
+    cost = record.cost if record.is_norm else cost_of(record.kind, total)
+    return dataclasses.replace(record, map=total, cost=cost)
+
+
+def _fits(fmt: FloatFormat, m: Affine) -> bool:
+    return all(bool((np.abs(a) <= fmt.max_finite).all()) for a in (m.scale, m.shift))

@@ -1,0 +1,238 @@
+"""What the engine sees of a graph: a closed set of ten records, and the Program they form.
+
+A graph library's nodes are *described* by these records, never replaced by them: the plan comes back as edits that
+name sites (records), and the native graph carries them out. Values are named by strings that are unique in the
+program; a record's `node` is the name a person knows it by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .affine import Affine, Shape
+from .report import Refusal
+from .rounding import FloatFormat
+
+Stored = NDArray[np.generic]
+
+
+class Need(Enum):
+    """What a map must be like to pass an op unchanged."""
+
+    POSITIVE = auto()  # every scale > 0
+    NONNEGATIVE = auto()  # every scale >= 0
+    NO_SHIFT = auto()  # shift == 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tensor:
+    """A constant in the graph, read only when it is needed.
+
+    `read` returns the values as stored (bfloat16 as uint16 bit patterns, see FloatFormat); `shape` is theirs.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    format: FloatFormat
+    read: Callable[[], Stored]
+
+    def values(self) -> NDArray[np.float64]:
+        """The values, exactly, in float64."""
+        return self.format.unpack(self.read())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Linear:
+    """Conv, ConvTranspose, Gemm, MatMul, Embedding: linear along one channel axis, with constant weights.
+
+    The weight is `[dim0, dim1, *taps]` with the group factor on dim 0; `out_dim` says which of the two indexes
+    output channels (the other indexes input channels). `out = alpha * W(in) + beta * bias`.
+    """
+
+    node: str
+    input: str
+    output: str
+    weight: Tensor
+    bias: Tensor | None  # broadcasts to the output with the channel on its last dimension
+    out_dim: int
+    in_axis: int
+    out_axis: int
+    groups: int = 1
+    uniform_taps: bool = True  # every output position sees every tap: no implicit padding, not ConvTranspose
+    index_input: bool = False  # Embedding: the input is an index, nothing folds in from above
+    free_bias: bool = True  # a bias costs no node
+    alpha: float = 1.0
+    beta: float = 1.0
+    frozen: Refusal | None = None  # why its parameters must stay
+
+    @property
+    def out_channels(self) -> int:
+        """Number of output channels over all groups."""
+        return self.weight.shape[self.out_dim] * (1 if self.out_dim == 0 else self.groups)
+
+    @property
+    def in_channels(self) -> int:
+        """Number of input channels over all groups."""
+        return self.weight.shape[1 - self.out_dim] * (self.groups if self.out_dim == 0 else 1)
+
+
+class Kind(Enum):
+    """How a Scale is written in the native graph, which decides what it can take up and what removing it saves."""
+
+    NORM = auto()  # one node holding scale and shift: BatchNormalization, InstanceNorm with tracked statistics
+    ARITHMETIC_NORM = auto()  # the same spelled as Sub, Div, Mul, Add over running statistics
+    SCALE = auto()  # Mul or Div by a constant
+    SHIFT = auto()  # Add or Sub of a constant
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scale:
+    """A fixed affine map: a normalization that acts by running statistics, or arithmetic with a constant."""
+
+    node: str
+    input: str
+    output: str
+    map: Affine
+    kind: Kind
+    op: str
+    format: FloatFormat  # what its parameters are stored in
+    channel_axis: int = 1  # NORM: the axis its parameter vectors run along
+    channels: int = 1  # NORM: their length
+    cost: int = 1  # elementwise operations it takes at run time
+    module: str | None = None  # the module it came from, where `node` is not its name
+
+    @property
+    def is_norm(self) -> bool:
+        """Whether the report lists it among the normalizations."""
+        return self.kind in (Kind.NORM, Kind.ARITHMETIC_NORM)
+
+
+@dataclass(frozen=True, slots=True)
+class Carry:
+    """An op that a map with the given needs passes unchanged, if it is constant along `mixed` axes."""
+
+    node: str
+    input: str
+    output: str
+    needs: frozenset[Need] = frozenset()
+    mixed: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Permute:
+    """`output = numpy.transpose(input, order)`."""
+
+    node: str
+    input: str
+    output: str
+    order: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reshape:
+    """Row-major regrouping of dimensions; the shapes are those of the program."""
+
+    node: str
+    input: str
+    output: str
+
+
+@dataclass(frozen=True, slots=True)
+class Concat:
+    """Concatenation along `axis`."""
+
+    node: str
+    inputs: tuple[str, ...]
+    output: str
+    axis: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Take:
+    """Each output is `input` indexed along `axis` (Split, Slice, chunk, constant Gather)."""
+
+    node: str
+    input: str
+    outputs: tuple[str, ...]
+    axis: int
+    indices: tuple[NDArray[np.int64], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """Sum of activations."""
+
+    node: str
+    inputs: tuple[str, ...]
+    output: str
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """Product of two activations."""
+
+    node: str
+    inputs: tuple[str, ...]
+    output: str
+
+
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """Everything else: nothing passes. `why` is more exact than `unsupported-op` where more is known.
+
+    `norm`: it is a normalization all the same, one that is no fixed affine map or must stay, and `why` says so.
+    """
+
+    node: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    op: str
+    why: Refusal | None = None
+    norm: bool = False
+    module: str | None = None
+
+
+Record = Linear | Scale | Carry | Permute | Reshape | Concat | Take | Sum | Product | Opaque
+
+
+def inputs_of(record: Record) -> tuple[str, ...]:
+    """The activations a record reads, in operand order."""
+    return record.inputs if isinstance(record, Concat | Sum | Product | Opaque) else (record.input,)
+
+
+def outputs_of(record: Record) -> tuple[str, ...]:
+    """The values a record produces."""
+    return record.outputs if isinstance(record, Take | Opaque) else (record.output,)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A graph's records in topological order, with the shapes of its values.
+
+    `pinned` values are read from outside the records (subgraph captures, values a caller can observe): they cannot
+    change. Graph `outputs` may be renamed but not changed. `broken` names norms whose statistics have no right result,
+    with channels and values; `notes` are lines for the report.
+    """
+
+    records: tuple[Record, ...]
+    shapes: Mapping[str, Shape | None]
+    inputs: frozenset[str]
+    outputs: tuple[str, ...]
+    pinned: Mapping[str, Refusal] = field(default_factory=lambda: dict[str, Refusal]())
+    broken: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def shape(self, value: str) -> Shape | None:
+        """The value's shape, or None when not even its rank is known."""
+        return self.shapes.get(value)
+
+    def norms(self) -> Iterable[str]:
+        """Names of all normalizations, in order."""
+        for r in self.records:
+            if (isinstance(r, Scale) and r.is_norm) or (isinstance(r, Opaque) and r.norm):
+                yield r.node

@@ -1,0 +1,1 @@
+"""The bnfold command line."""
