@@ -199,7 +199,7 @@ def _source(model: Any, name: str) -> tuple[str | bytes, str]:
     path = Path(model) if isinstance(model, str | os.PathLike) else None
     try:
         if path is not None:
-            proto = onnx.load(path, load_external_data=False)
+            proto: Any = onnx.load(path, load_external_data=False)
         else:
             proto = onnx.load_from_string(model) if isinstance(model, bytes) else model
         if any(_trailing(n) for n in _norms(proto)):
@@ -239,9 +239,8 @@ def _dim(d: Any) -> Dim:
 def _read_value(value: Any) -> Any:
     if value.data_type() != "tensor(bfloat16)":
         return value.numpy()
-    shape = value.shape()
-    memory = (ctypes.c_uint16 * int(np.prod(shape))).from_address(value.data_ptr())
-    return np.frombuffer(memory, np.uint16).copy().view(BFLOAT16).reshape(shape)
+    bits = ctypes.string_at(value.data_ptr(), 2 * int(np.prod(value.shape())))
+    return np.frombuffer(bits, np.uint16).view(BFLOAT16).reshape(value.shape())
 
 
 def _flat(name: str, result: Any) -> Iterator[tuple[str, Array]]:

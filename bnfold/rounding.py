@@ -31,7 +31,7 @@ from .affine import Array
 Pair = tuple[Array, Array]
 """An unevaluated sum `hi + lo`."""
 
-CHUNK = 1 << 15  # elements worked on at a time: the temporaries stay in the cache
+CHUNK = 1 << 13  # elements worked on at a time: temporaries stay in the cache and below malloc's mmap threshold
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,14 +162,14 @@ def _largest(values: Array) -> float:
 
 
 def _round_chunk(target: FloatFormat, factors: Sequence[Array], tame: bool) -> Array:
-    if target is FLOAT64 and len(factors) == 3:
+    if target == FLOAT64 and len(factors) == 3:
         return _round_triple(factors)
     if not tame:
         return _round_pair(target, *_exact(factors))
     product = factors[0]
     for f in factors[1:]:
         product = product * f
-    if target is FLOAT64:
+    if target == FLOAT64:
         return product
     nearest, unit = _nearest(target, product)
     # The float64 product is within 2**-51 units of the exact one: farther from a midpoint both round alike.
@@ -181,7 +181,7 @@ def _round_chunk(target: FloatFormat, factors: Sequence[Array], tame: bool) -> A
 
 def _round_pair(target: FloatFormat, hi: Array, lo: Array) -> Array:
     """`hi + lo` rounded once, where |lo| is at most half an ulp of hi."""
-    if target is FLOAT64:
+    if target == FLOAT64:
         return hi
     nearest, unit = _nearest(target, hi)
     half = unit * 2.0**-target.precision
@@ -191,7 +191,7 @@ def _round_pair(target: FloatFormat, hi: Array, lo: Array) -> Array:
 
 
 def _nearest(target: FloatFormat, x: Array) -> Pair:
-    """The value x rounded half to even as if exponents had no upper limit, and the power of two that sets its spacing."""
+    """The value x rounded half to even, exponents without an upper limit, and the power of two u of its binade."""
     exponent_bits = x.view(np.int64) & np.int64(0x7FF << 52)
     unit = np.maximum(exponent_bits.view(np.float64), target.smallest_normal)
     shift = unit * (1.5 * 2.0 ** (53 - target.precision))
@@ -210,7 +210,7 @@ def _exact(factors: Sequence[Array]) -> Pair:
 
 
 def _exact_mantissa(factors: Sequence[Array]) -> tuple[Array, Array, NDArray[np.int32]]:
-    """hi, lo, e with `(hi + lo) * 2**e` the product; what lo leaves out changes neither its sign nor 50 of its bits.
+    """hi, lo, e with `(hi + lo) * 2**e` the product; for three factors lo itself is rounded, but its sign is right.
 
     Mantissas are in [0.5, 1), so nothing here overflows or underflows.
     """
@@ -223,10 +223,11 @@ def _exact_mantissa(factors: Sequence[Array]) -> tuple[Array, Array, NDArray[np.
     q, f = _two_product(tail, mantissas[2])
     s, t = _two_sum(e, q)
     hi, r = _two_sum(p, s)
-    # The rest is r + t + f. If x + y rounds, x is much larger than y and v; if not, y is 0. So the sign is right.
+    # The rest is r + t + f = x + y + v. If r + u is inexact, |x| is far above |y| and |v|; if exact, y is 0.
     u, v = _two_sum(t, f)
     x, y = _two_sum(r, u)
-    return np.copysign(hi, p), x + (y + v), exponents[0] + exponents[1] + exponents[2]
+    hi = np.where(np.isfinite(p), np.copysign(hi, p), p)
+    return hi, x + (y + v), exponents[0] + exponents[1] + exponents[2]
 
 
 def _round_triple(factors: Sequence[Array]) -> Array:
@@ -236,15 +237,11 @@ def _round_triple(factors: Sequence[Array]) -> Array:
     tied = np.abs(lo) >= np.spacing(np.nextafter(np.abs(hi), 0)) * (0.5 - 2.0**-40)
     doubtful = np.isfinite(hi) & (hi != 0) & (tied | (np.abs(rounded) < 2 * FLOAT64.smallest_normal))
     for i in np.flatnonzero(doubtful):
-        rounded[i] = _float(math.prod(Fraction(float(f[i])) for f in factors))
+        try:
+            rounded[i] = float(math.prod(Fraction(float(f[i])) for f in factors))
+        except OverflowError:
+            rounded[i] = math.copysign(math.inf, hi[i])
     return rounded
-
-
-def _float(exact: Fraction | int) -> float:
-    try:
-        return float(exact)
-    except OverflowError:
-        return math.copysign(math.inf, exact)
 
 
 def _two_sum(a: Array, b: Array) -> Pair:
@@ -263,7 +260,7 @@ def _two_product(a: Array, b: Array) -> Pair:
 
 
 def _split(a: Array) -> Pair:
-    """Head and tail with sum a and 26 bits each, so that products of them are exact. Works on bits: it cannot overflow."""
+    """Head and tail of 26 bits each with sum a, so that their products are exact."""
     head = ((a.view(np.int64) + np.int64(1 << 26)) & np.int64(-1 << 27)).view(np.float64)
     return head, a - head
 

@@ -14,9 +14,11 @@ from ..folding import Bypass, Plan, SetLinear, SetScale
 from ..ops import Kind, Linear, Program, Scale, Stored
 from ..rounding import BFLOAT16, FloatFormat, round_product
 from .onnx_constants import FORMAT_OF
-from .onnx_lift import Lifted, Site, lift
+from .onnx_lift import Lifted, lift
 from .onnx_scopes import Scope, read_scopes
+from .sites import Site
 
+OnnxSite = Site[Scope, NodeProto]
 ELEM_TYPE = {fmt: elem for elem, fmt in FORMAT_OF.items()}
 
 
@@ -85,7 +87,7 @@ class _Writer:
     # ------------------------------------------------------------------ edits
 
     def set_linear(
-        self, record: Linear, site: Site, weight: Stored | None, bias: Stored | None, fmt: FloatFormat
+        self, record: Linear, site: OnnxSite, weight: Stored | None, bias: Stored | None, fmt: FloatFormat
     ) -> None:
         first, last = site.nodes[0], site.nodes[-1]
         if weight is not None:
@@ -106,7 +108,7 @@ class _Writer:
             node.name = self._fresh(f"{first.name}_bias")
         self._insert(site.scope, node, after=first)
 
-    def set_scale(self, record: Scale, site: Site, m: Affine) -> None:
+    def set_scale(self, record: Scale, site: OnnxSite, m: Affine) -> None:
         fmt = record.format
         if record.kind is Kind.NORM:
             node = site.nodes[0]
@@ -147,7 +149,7 @@ class _Writer:
         if len(parts) < len(keep):
             self.bypass(Site(site.scope, (keep[-1],)), "backward")
 
-    def bypass(self, site: Site, direction: str) -> None:
+    def bypass(self, site: OnnxSite, direction: str) -> None:
         """Take the site's nodes out; its activation passes from the first node's input to the last node's output."""
         nodes, scope = site.nodes, site.scope
         own = {o for n in nodes for o in n.output}
@@ -162,7 +164,7 @@ class _Writer:
         _drop_value_info(scope.proto, old)
         _rename(scope.proto, old, new)
 
-    def _activation(self, site: Site) -> str:
+    def _activation(self, site: OnnxSite) -> str:
         node = site.nodes[0]
         if node.op_type in ("BatchNormalization", "InstanceNormalization"):
             return node.input[0]
@@ -181,7 +183,8 @@ class _Writer:
         initializer = _initializer(scope.proto, old)
         if initializer is not None and self._readers(old) == 1 and initializer.data_type == ELEM_TYPE[fmt]:
             _fill(initializer, values, fmt)
-            self._unlist(old)
+            if self.model.ir_version >= 4:
+                self._unlist(old)
             return
         name = self._add_constant(scope, values, fmt, f"{old or node.output[0]}_{what if not old else 'folded'}")
         node.input[k] = name
@@ -195,6 +198,10 @@ class _Writer:
         _fill(tensor, values, fmt)
         if isinstance(scope.proto, GraphProto):
             scope.proto.initializer.append(tensor)
+            if self.model.ir_version < 4 and scope.parent is None:  # before IR 4 every initializer is an input too
+                self.model.graph.input.append(
+                    onnx.helper.make_tensor_value_info(name, tensor.data_type, list(tensor.dims))
+                )
         else:
             node = onnx.helper.make_node("Constant", [], [name])
             node.attribute.append(onnx.helper.make_attribute("value", tensor))

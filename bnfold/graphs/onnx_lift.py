@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from ast import literal_eval
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,26 +13,12 @@ from onnx import NodeProto
 
 from ..affine import Affine, Shape
 from ..norms import Broken, normalization_map
-from ..ops import Carry, Kind, Linear, Opaque, Permute, Program, Record, Reshape, Scale, inputs_of, outputs_of
+from ..ops import Carry, Kind, Linear, Opaque, Permute, Program, Record, Reshape, Scale, outputs_of
 from ..report import Reason, Refusal
 from ..rounding import FLOAT32
 from .onnx_constants import Constant, Constants
 from .onnx_scopes import DEFAULT_DOMAINS, Scope, TypeInfo
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Site:
-    """Where a record stands: its nodes (a MatMul and its Add; the chain of an arithmetic norm) and their scope.
-
-    `weight` is the input of the first node that holds the weight or, in arithmetic, the `constant`; `bias` the input
-    of the last node that holds the bias, None where a bias takes an Add of its own.
-    """
-
-    scope: Scope
-    nodes: tuple[NodeProto, ...]
-    weight: int = 1
-    bias: int | None = None
-    constant: Constant | None = None
+from .sites import Site, join
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +26,7 @@ class Lifted:
     """A program and, record by record, where it stands in the file."""
 
     program: Program
-    sites: list[Site]
+    sites: list[Site[Scope, NodeProto]]
     scopes: list[Scope]
     constants: dict[int, set[str]]  # by id() of the scope: names of its computed constants and initializers
 
@@ -167,7 +152,7 @@ class _Lifter:
 
     def lift(self, notes: tuple[str, ...]) -> Lifted:
         records: list[Record] = []
-        sites: list[Site] = []
+        sites: list[Site[Scope, NodeProto]] = []
         inputs: set[str] = set()
         outputs: list[str] = []
         constants: dict[int, set[str]] = {}
@@ -187,8 +172,7 @@ class _Lifter:
                 for record, site in found:
                     records.append(record)
                     sites.append(site)
-        records, sites = _join_bias(records, sites, set(outputs), self)
-        records, sites = _join_norms(records, sites, set(outputs), self)
+        records, sites = join(records, sites, {*outputs, *self.pinned})
         program = Program(
             tuple(records), self.shapes, frozenset(inputs), tuple(outputs), self.pinned, tuple(self.broken), notes
         )
@@ -198,7 +182,7 @@ class _Lifter:
         outputs = [t for t in node.outputs if not t.is_empty()]
         return bool(outputs) and all(self.constants.get(t) is not None for t in outputs)
 
-    def _records(self, n: _Node) -> list[tuple[Record, Site]]:
+    def _records(self, n: _Node) -> list[tuple[Record, Site[Scope, NodeProto]]]:
         if n.op in ("Shape", "Size") and n.node.domain in (None, *DEFAULT_DOMAINS):
             return []  # reads only the shape
         for a in n.node.attrs.values():
@@ -220,7 +204,7 @@ class _Lifter:
             self.shapes[out] = self.shapes.get(record.input)
 
 
-def _site(record: Record, n: _Node) -> Site:
+def _site(record: Record, n: _Node) -> Site[Scope, NodeProto]:
     if isinstance(record, Linear) and n.op == "MatMul":
         return Site(n.scope, (n.proto,), 1 if n.constant(0) is None else 0)
     if isinstance(record, Linear):
@@ -418,102 +402,6 @@ def _transpose(n: _Node) -> Record:
 
 def _reshape(n: _Node) -> Record:
     return Reshape(n.name, n.value(0), n.result())
-
-
-# ---------------------------------------------------------------------- several nodes, one record
-
-
-def _join_bias(
-    records: list[Record], sites: list[Site], outputs: set[str], lifter: _Lifter
-) -> tuple[list[Record], list[Site]]:
-    """`MatMul` and the constant `Add` that alone reads it are one Linear with a bias."""
-    producer = {outputs_of(r)[0]: i for i, r in enumerate(records) if isinstance(r, Linear)}
-    readers = _readers(records)
-    gone: set[int] = set()
-    for i, r in enumerate(records):
-        if not (isinstance(r, Scale) and r.op == "Add" and r.input in producer):
-            continue
-        k = producer[r.input]
-        linear = records[k]
-        if (
-            not isinstance(linear, Linear) or linear.free_bias or linear.bias is not None or linear.out_axis != -1
-            or readers[r.input] != 1 or r.input in outputs or r.input in lifter.pinned or sites[i].scope is not sites[k].scope
-        ):  # fmt: skip
-            continue
-        bias = sites[i].constant
-        assert bias is not None
-        records[k] = dataclasses.replace(linear, output=r.output, bias=bias.tensor(), free_bias=True)
-        sites[k] = Site(sites[k].scope, (*sites[k].nodes, *sites[i].nodes), sites[k].weight, sites[i].weight)
-        gone.add(i)
-    return [r for i, r in enumerate(records) if i not in gone], [s for i, s in enumerate(sites) if i not in gone]
-
-
-def _join_norms(
-    records: list[Record], sites: list[Site], outputs: set[str], lifter: _Lifter
-) -> tuple[list[Record], list[Site]]:
-    """Arithmetic over running statistics, `((x - mean) / sqrt(var + eps)) * gamma + beta`, is one norm."""
-    readers = _readers(records)
-    behind = {r.input: i for i, r in enumerate(records) if isinstance(r, Scale)}
-    before = {r.output: i for i, r in enumerate(records) if isinstance(r, Scale)}
-    plain = {Kind.SCALE, Kind.SHIFT}
-    gone: set[int] = set()
-
-    def alone(value: str) -> bool:
-        return readers[value] == 1 and value not in outputs and value not in lifter.pinned
-
-    for i, r in enumerate(records):
-        if not (isinstance(r, Scale) and r.kind is Kind.SCALE and _rooted(sites[i])) or i in gone:
-            continue
-        chain = [i]
-        k = before.get(r.input)
-        if k is not None and alone(r.input) and _kind(records[k]) is Kind.SHIFT and k not in gone:
-            chain.insert(0, k)
-        while alone(_last(records, chain).output):
-            k = behind.get(_last(records, chain).output)
-            if k is None or _kind(records[k]) not in plain or sites[k].scope is not sites[i].scope:
-                break
-            chain.append(k)
-            if _kind(records[k]) is Kind.SHIFT:
-                break
-        if len(chain) < 2:
-            continue
-        total, first = None, records[chain[0]]
-        for k in chain:
-            s = records[k]
-            assert isinstance(s, Scale)
-            total = s.map if total is None else s.map.after(total)
-        assert isinstance(first, Scale) and total is not None
-        channels = int(np.prod(np.broadcast_shapes(total.scale.shape, total.shift.shape)))
-        last = chain[-1]
-        records[last] = Scale(
-            first.node, first.input, _last(records, chain).output, total, Kind.ARITHMETIC_NORM, "arithmetic",
-            r.format, channels=channels, cost=len(chain), module=r.module,
-        )  # fmt: skip
-        sites[last] = Site(sites[last].scope, tuple(sites[k].nodes[0] for k in chain))
-        gone.update(chain[:-1])
-    return [r for i, r in enumerate(records) if i not in gone], [s for i, s in enumerate(sites) if i not in gone]
-
-
-def _rooted(site: Site) -> bool:
-    return site.constant is not None and site.constant.rooted
-
-
-def _last(records: list[Record], chain: list[int]) -> Scale:
-    r = records[chain[-1]]
-    assert isinstance(r, Scale)
-    return r
-
-
-def _kind(record: Record) -> Kind | None:
-    return record.kind if isinstance(record, Scale) else None
-
-
-def _readers(records: list[Record]) -> dict[str, int]:
-    count: dict[str, int] = {}
-    for r in records:
-        for v in inputs_of(r):
-            count[v] = count.get(v, 0) + 1
-    return count
 
 
 LIFT: dict[str, Callable[[_Node], Record]] = {
