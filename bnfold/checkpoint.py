@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import io
 import json
+import logging
 import os
 import pickle
 import pickletools
@@ -97,9 +98,10 @@ def load_detailed(
     path = Path(path)
     kind = _recognise(path)
     if kind in ("onnx", "exported-program"):
+        model = _read_onnx(path) if kind == "onnx" else _read_program(path, trust_pickle)
         if factory is not None:
             raise UsageError(f"{path}: a whole model ({kind}); leave out --factory, which serves files of weights only")
-        return Loaded(_read_onnx(path) if kind == "onnx" else _read_program(path, trust_pickle), kind)
+        return Loaded(model, kind)
     stored = _read_safetensors(path) if kind == "safetensors" else _read_pickle(path, trust_pickle)
     where, value, notes = _choose(path, stored)
     if not isinstance(value, Mapping):
@@ -191,9 +193,13 @@ def _read_pickle(path: Path, trust_pickle: bool) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
+        with path.open("rb") as file:
+            asked = _asked(file)
+        if asked is None:
+            raise _damaged(path, error) from None
         if not trust_pickle:
-            with path.open("rb") as file:
-                raise _unsafe(path, _wants(file, error), "save model.state_dict() and pass --factory") from None
+            what = f"asks for {_names(asked)}" if asked else f"is more than torch reads as weights ({_line(error)})"
+            raise _unsafe(path, f"a pickle that {what}", "save model.state_dict() and pass --factory") from None
     except Exception as error:
         raise _damaged(path, error) from None
     try:
@@ -229,15 +235,37 @@ def _read_program(path: Path, trust_pickle: bool) -> ExportedProgram:
         for name in list(members):
             target.writestr(name, members.pop(name))
     copy.seek(0)
-    try:
-        program = torch.export.load(copy)
-    except Exception as error:
-        raise InvalidFileError(
-            f"{path}: torch {torch.__version__} cannot read this program ({_line(error)}); export it again with it"
-        ) from None
+    with _kept_log() as logged:
+        try:
+            program = torch.export.load(copy)
+        except Exception as error:
+            cause = _line(logged[-1] if logged else error)
+            raise InvalidFileError(
+                f"{path}: torch {torch.__version__} cannot read this program ({cause}); export it again with it"
+            ) from None
     if not trust_pickle:
         program._guards_code = []  # checks of the inputs, as strings that ExportedProgram.module() would compile
     return program
+
+
+@contextmanager
+def _kept_log() -> Iterator[list[BaseException]]:
+    """Keep what torch.export.load logs off the screen; the list gets the errors, whose causes it raises without."""
+    errors: list[BaseException] = []
+
+    def keep(record: logging.LogRecord) -> bool:
+        errors.extend(e for e in record.exc_info or () if isinstance(e, BaseException))
+        return False
+
+    names = ("torch.export", "torch.export.pt2_archive._package", "torch._export.serde.serialize")
+    loggers = [logging.getLogger(name) for name in names]
+    for logger in loggers:
+        logger.addFilter(keep)
+    try:
+        yield errors
+    finally:
+        for logger in loggers:
+            logger.removeFilter(keep)
 
 
 def _read_onnx(path: Path) -> onnx.ModelProto:
@@ -300,8 +328,8 @@ OPERATOR = re.compile(
     r"\.\w+(\.\w+)?|torch\.sym_\w+|torch\._sym_sqrt|math\.\w+|_operator\.(add|and_|eq|floordiv|ge|getitem|gt|le|lshift"
     r"|lt|mod|mul|ne|neg|or_|pos|pow|rshift|sub|truediv)"
 )
-FORMULA = (ast.Expression, ast.Constant, ast.Name, ast.Call, ast.keyword, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare)
-FORMULA_PARTS = (ast.Tuple, ast.expr_context, ast.operator, ast.unaryop, ast.boolop, ast.cmpop)
+FORMULA = ast.Expression | ast.Constant | ast.Name | ast.Call | ast.keyword | ast.BinOp | ast.UnaryOp | ast.Compare
+FORMULA_PARTS = ast.BoolOp | ast.Tuple | ast.expr_context | ast.operator | ast.unaryop | ast.boolop | ast.cmpop
 
 
 def _check_program(path: Path, members: Mapping[str, bytes]) -> None:
@@ -331,7 +359,8 @@ def _check_program(path: Path, members: Mapping[str, bytes]) -> None:
         try:
             torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except Exception as error:
-            raise _unsafe(path, f"{name!r} is {_wants(io.BytesIO(data), error)}", advice) from None
+            what = _names(_asked(io.BytesIO(data)) or ()) or "more than tensors, or is damaged"
+            raise _unsafe(path, f"its member {name!r} asks for {what} ({_line(error)})", advice) from None
 
 
 def _code_in(value: Any, key: str = "") -> str:
@@ -370,7 +399,7 @@ def _is_formula(text: str) -> bool:
     words = [str(n.value) for n in nodes if isinstance(n, ast.Constant)]
     return (
         text.isascii()
-        and all(isinstance(n, FORMULA + FORMULA_PARTS) for n in nodes)
+        and all(isinstance(n, FORMULA | FORMULA_PARTS) for n in nodes)
         and all(isinstance(f, ast.Name) and f.id[:1].isupper() for f in called)
         and all(re.fullmatch(r"[\w.+-]*", w) for w in words)
     )
@@ -439,35 +468,211 @@ def _declared_shapes(network: nn.Module) -> tuple[tuple[int, ...], ...] | None:
 
 
 def _fit(path: Path, network: nn.Module, stored: Mapping[str, Any], name: str, notes: list[str]) -> None:
-    """Load every stored tensor into its place in the network. Raises InvalidFileError unless the keys fit."""
+    """Load every stored tensor into its place in the network. Raises InvalidFileError unless all of them fit."""
+    import torch
+
     prefix = _prefix(stored, network.state_dict())
     if prefix:
         notes.append(f"prefix '{prefix}' taken off the keys")
-    tensors = OrderedDict(
-        (k[len(prefix) :], v) for k, v in stored.items() if _is_tensor(v) or k.endswith("_extra_state")
-    )
-    if len(tensors) < len(stored):
-        notes.append(f"{len(stored) - len(tensors)} entries that are no tensors are ignored")
-    versions = getattr(stored, "_metadata", {})  # of the module classes; torch migrates old layouts by them
-    if versions:
-        vars(tensors)["_metadata"] = {(k + ".")[len(prefix) : -1]: v for k, v in versions.items()}
+    kept = [k for k, v in stored.items() if _is_tensor(v) or k.endswith("_extra_state")]
+    if len(kept) < len(stored):
+        notes.append(f"{len(stored) - len(kept)} entries that are no tensors are ignored")
+    tensors = OrderedDict((k[len(prefix) :], stored[k]) for k in kept)
+    if versions := getattr(stored, "_metadata", None):  # of the module classes; torch migrates old layouts by them
+        inner = {k: v for k, v in versions.items() if f"{k}.".startswith(prefix)}
+        vars(tensors)["_metadata"] = {f"{k}."[len(prefix) : -1]: v for k, v in inner.items()}
     _adopt_types(network, tensors, notes)
     places = network.state_dict(keep_vars=True)
-    misfit = f"{path}: does not fit the network of {name}"
+    misfit, advice = f"{path}: does not fit the network of {name}", "pass the factory and arguments it was trained with"
     try:
         # copied in place: assign=True would break ties, and requires_grad would follow the file
         missing, unexpected = network.load_state_dict(tensors, strict=False)
     except RuntimeError as error:
-        both = [(k, v.shape, places[k].shape) for k, v in tensors.items() if k in places and _is_tensor(v)]
-        shapes = [f"'{k}' is {tuple(f)} in the file, {tuple(n)} in the network" for k, f, n in both if f != n]
-        what = f"{len(shapes)} shapes differ: {'; '.join(shapes[:3])}" if shapes else " ".join(str(error).split())
-        raise InvalidFileError(f"{misfit}, {what}; pass the factory and arguments it was trained with") from None
-    holders: dict[int, str] = {}
-    for key in tensors.keys() & places.keys():
-        other = holders.setdefault(id(places[key]), key)
-        if other != key and not torch.equal(tensors[other], tensors[key]):
-            raise InvalidFileError(f"{misfit}, which ties '{other}' and '{key}': they differ in the file")
-    missing = [k for k in missing if not k.endswith("num_batches_tracked") and id(places.get(k)) not in holders]
+        pairs = [(k, tuple(v.shape), tuple(places[k].shape)) for k, v in tensors.items() if k in places]
+        wrong = [f"'{k}' is {file} in the file, {own} in the network" for k, file, own in pairs if file != own]
+        what = f"{len(wrong)} shapes differ: {'; '.join(wrong[:3])}" if wrong else " ".join(str(error).split())
+        raise InvalidFileError(f"{misfit}, {what}; {advice}") from None
+    names: dict[int, str] = {}  # of each parameter, the first; tied ones have more, and a file may hold only one
+    for key in [k for k in tensors if k in places]:
+        first = names.setdefault(id(places[key]), key)
+        if first != key and not torch.equal(tensors[first], tensors[key]):
+            raise InvalidFileError(f"{misfit}, which ties '{first}' and '{key}': they differ in the file; {advice}")
+    missing = [k for k in missing if not k.endswith("num_batches_tracked") and id(places.get(k)) not in names]
     if missing or unexpected:
-        near = {k: difflib.get_close_matches(k, unexpected, 1) for k in missing[:3]} if missing else {k: difflib.get_close_matches(k, places, 1) for k in unexpected[:3]}
-        ...
+        found = [f"{len(k)} keys {w} ({_names(k)})" for k, w in ((missing, "missing"), (unexpected, "unexpected")) if k]
+        keys, others = (missing, unexpected) if missing else (unexpected, list(places))
+        close = [(k, difflib.get_close_matches(k, others, 1)) for k in keys[:3]]
+        nearest = ", ".join(f"'{k}' ~ '{match[0]}'" for k, match in close if match)
+        raise InvalidFileError(f"{misfit}: {' and '.join(found)}{nearest and '; nearest: ' + nearest}; {advice}")
+
+
+def _prefix(keys: Iterable[str], wanted: Mapping[str, Any]) -> str:
+    """The stack of wrapper prefixes, common to all keys, without which most of them match; "" if none helps."""
+    keys = list(keys)
+    best, most, stack = "", sum(k in wanted for k in keys), ""
+    while step := next((p for p in PREFIXES if all(k.startswith(stack + p) for k in keys)), ""):
+        stack += step
+        if (count := sum(k[len(stack) :] in wanted for k in keys)) > most:
+            best, most = stack, count
+    return best
+
+
+def _adopt_types(network: nn.Module, tensors: Mapping[str, Any], notes: list[str]) -> None:
+    """Give the network the half precision types of the file; other types are copied into the network's own."""
+    import torch
+
+    floats = {k: t for k, t in tensors.items() if _is_tensor(t) and t.is_floating_point()}
+    types = {t.dtype for k, t in floats.items() if not k.endswith("num_batches_tracked")}
+    if not types & {torch.float16, torch.bfloat16}:
+        return
+    if len(types) == 1:
+        network.to(next(iter(types)))
+    for key, own in network.state_dict(keep_vars=True).items():
+        if key in floats and own.is_floating_point():
+            own.data = own.data.to(floats[key].dtype)  # the same parameter, so that ties hold
+    notes.append(f"the network takes the stored types: {', '.join(sorted(str(t)[6:] for t in types))}")
+
+
+# --- factories
+
+
+def parse_factory_args(items: Sequence[str]) -> dict[str, Any]:
+    """Keyword arguments from "key=value": the value is JSON or True, False, None where it reads so, else text."""
+    args: dict[str, Any] = {}
+    for item in items:
+        key, equals, text = item.partition("=")
+        if not equals or not key.isidentifier():
+            raise UsageError(f"--factory-arg {item!r} is not of the form key=value, e.g. num_classes=10")
+        words = {"True": True, "False": False, "None": None}
+        args[key] = words.get(text, text)
+        with suppress(ValueError):
+            args[key] = json.loads(text)
+    return args
+
+
+def resolve_factory(spec: str) -> Callable[..., Any]:
+    """The callable that "package.module:attribute.attribute" or "path/net.py:attribute" names, else a UsageError."""
+    target, colon, attributes = spec.rpartition(":")
+    if not colon or not target or not attributes:
+        raise UsageError(
+            f"--factory {spec!r} has no module or no callable; write package.module:callable or net.py:Net"
+        )
+    value: Any = _import(spec, target)
+    for part in attributes.split("."):
+        if not hasattr(value, part):
+            close = difflib.get_close_matches(part, dir(value), 3)
+            hint = f"did you mean {' or '.join(close)}?" if close else "check the spelling"
+            raise UsageError(f"--factory {spec!r}: {target} has no {part!r}; {hint}")
+        value = getattr(value, part)
+    if not callable(value):
+        raise UsageError(
+            f"--factory {spec!r} is no callable but a {type(value).__name__}; name what builds the network"
+        )
+    return value
+
+
+def _import(spec: str, target: str) -> Any:
+    file = Path(target).resolve() if target.endswith(".py") else None
+    if file and not file.is_file():
+        raise UsageError(f"--factory {spec!r}: no such file {file}; check the path")
+    importlib.invalidate_caches()
+    try:
+        with _importable(file.parent if file else Path.cwd()):
+            if not file:
+                return importlib.import_module(target)
+            found = importlib.util.spec_from_file_location(f"_bnfold_factory_{file.stem}", file)
+            assert found
+            assert found.loader
+            module = sys.modules[found.name] = importlib.util.module_from_spec(found)
+            found.loader.exec_module(module)
+            return module
+    except ModuleNotFoundError as error:
+        if not file and error.name and f"{target}.".startswith(f"{error.name}."):
+            raise UsageError(
+                f"--factory {spec!r}: no module {error.name!r} in {Path.cwd()}, PYTHONPATH or what is installed; "
+                "run where it is, or set PYTHONPATH"
+            ) from None
+        raise UsageError(f"--factory {spec!r}: importing {target} failed ({_line(error)}); mend it first") from error
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"--factory {spec!r}: importing {target} failed ({_line(error)}); mend it first") from error
+
+
+def _build(factory: str | Callable[..., Any], args: Mapping[str, Any]) -> tuple[nn.Module, str]:
+    from torch import nn
+
+    build = resolve_factory(factory) if isinstance(factory, str) else factory
+    name = factory if isinstance(factory, str) else getattr(factory, "__qualname__", repr(factory))
+    try:
+        with _importable(Path.cwd()):
+            network = build(**args)
+    except Exception as error:
+        raise UsageError(f"the factory {name} failed ({_line(error)}); check it and each --factory-arg") from error
+    if not isinstance(network, nn.Module):
+        raise UsageError(f"the factory {name} returned a {type(network).__name__}; it must return a torch.nn.Module")
+    if any(t.is_meta for t in network.state_dict().values() if _is_tensor(t)):
+        raise UsageError(f"the factory {name} built the network on the meta device; let it build on the CPU")
+    return network, name
+
+
+@contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    """Let modules in a folder be imported, as `python -m` lets those in the current one."""
+    entry = str(folder)
+    absent = entry not in sys.path
+    if absent:
+        sys.path.insert(0, entry)
+    try:
+        yield
+    finally:
+        if absent:
+            with suppress(ValueError):
+                sys.path.remove(entry)
+
+
+# --- words for messages
+
+
+def _asked(file: IO[bytes]) -> list[str] | None:
+    """What the pickles in a torch.save file ask for beyond tensors, found without running them; None if damaged."""
+    names: dict[str, None] = {}
+    try:
+        if zipfile.is_zipfile(file):
+            archive = zipfile.ZipFile(file)
+            file = io.BytesIO(archive.read(next(n for n in archive.namelist() if n.endswith("data.pkl"))))
+        file.seek(0)
+        for _ in range(5):  # a file older than the zip format holds five pickles, the fourth of which is the object
+            words: list[str] = []
+            for opcode, argument, _ in pickletools.genops(file):
+                if opcode.name in ("GLOBAL", "INST", "STACK_GLOBAL"):
+                    names[".".join(words[-2:]) if argument is None else str(argument).replace(" ", ".")] = None
+                elif isinstance(argument, str):
+                    words.append(argument)
+            if not file.read(1):
+                break
+            file.seek(-1, os.SEEK_CUR)
+    except Exception:
+        return None
+    types = r"\w+Storage|(b?float|u?int|complex)\d+|bool|Size|device"
+    return [n for n in names if not re.fullmatch(rf"collections\.OrderedDict|torch\.(_utils\.\w+|{types})", n)]
+
+
+def _unsafe(path: Path, what: str, advice: str) -> InvalidFileError:
+    return InvalidFileError(
+        f"{path}: {what}: reading it could run code from the file; {advice}, or pass --trust-pickle if you trust it"
+    )
+
+
+def _damaged(path: Path, error: Exception) -> InvalidFileError:
+    return InvalidFileError(f"{path}: damaged or cut short ({_line(error)}); {AGAIN}")
+
+
+def _names(names: Iterable[Any]) -> str:
+    shown = [str(n) for n in names]
+    return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
+
+
+def _line(error: BaseException) -> str:
+    text = str(error)
+    cause = re.search(r"WeightsUnpickler error: \s*(.*)", text)  # torch wraps the cause in advice
+    first = cause[1] if cause else next(iter(text.strip().splitlines()), "")
+    return f"{type(error).__name__}: {first[:200]}".rstrip(": ")

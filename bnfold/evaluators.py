@@ -10,6 +10,7 @@ import copy
 import ctypes
 import dataclasses
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -102,7 +103,8 @@ def is_float(dtype: np.dtype[Any]) -> bool:
 
 def first_line(error: BaseException) -> str:
     """What an exception says, in one line."""
-    return next((line.strip()[:300] for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ", "", line)[:300]
 
 
 # --- onnxruntime ------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -53,10 +53,15 @@ Edit = SetLinear | SetScale | Bypass
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Edits in the order of their sites, and the report that describes them."""
+    """Edits in the order of their sites, the report that describes them, and which scales went into which site."""
 
     edits: tuple[Edit, ...]
     report: Report
+    taken: Mapping[int, tuple[int, ...]]
+
+    def contributors(self, site: int) -> tuple[int, ...]:
+        """The scales whose maps the site took in, directly or through a scale that moved on."""
+        return self.taken.get(site, ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +85,23 @@ class Selection:
                 raise UsageError(f"the pattern {p!r} matches no normalization{hint}")
 
 
-def make_plan(program: Program, selection: Selection | None = None) -> Plan:
-    """Fold everything that can be folded. Raises UsageError when a pattern of the selection matches nothing."""
+def make_plan(
+    program: Program, selection: Selection | None = None, refused: Mapping[int, Refusal] | None = None
+) -> Plan:
+    """Fold everything that can be folded, but for the scales `refused` from outside (by record index).
+
+    Raises UsageError when a pattern of the selection matches nothing.
+    """
     selection = selection or Selection()
     selection.check([r.node for r in program.records if isinstance(r, Scale)] + list(program.norms()))
     barred: dict[tuple[int, int], Refusal] = {}
     while True:
-        driver = _Driver(program, selection, barred)
+        driver = _Driver(program, selection, barred, refused or {})
         driver.sweep()
         edits = driver.edits()
         if not isinstance(edits, _Barred):
-            return Plan(tuple(edits), driver.report())
+            taken = {s: tuple(p.contributors) for s, p in (*driver.linears.items(), *driver.scales.items())}
+            return Plan(tuple(edits), driver.report(), taken)
         barred[edits.site, edits.scale] = edits.why
 
 
@@ -129,8 +140,14 @@ class _Move:
 class _Driver:
     """The state of one planning run: the program's use-def chains under the edits made so far."""
 
-    def __init__(self, program: Program, selection: Selection, barred: dict[tuple[int, int], Refusal]):
-        self.program, self.selection, self.barred = program, selection, barred
+    def __init__(
+        self,
+        program: Program,
+        selection: Selection,
+        barred: Mapping[tuple[int, int], Refusal],
+        refused: Mapping[int, Refusal],
+    ):
+        self.program, self.selection, self.barred, self.refused = program, selection, barred, refused
         self.records: list[Record] = list(program.records)
         self.operands = [list(inputs_of(r)) for r in self.records]
         self.producer: dict[str, tuple[int, int]] = {}
@@ -154,8 +171,8 @@ class _Driver:
         while moved:
             moved = False
             for i, r in enumerate(self.records):
-                if isinstance(r, Scale) and i not in self.folds and self.selection.allows(r.node):
-                    moved |= self._fold(i, r)
+                if isinstance(r, Scale) and i not in self.folds and i not in self.refused:
+                    moved |= self.selection.allows(r.node) and self._fold(i, r)
 
     def _fold(self, index: int, scale: Scale) -> bool:
         back = self._backward(self.operands[index][0], scale.map, index)
@@ -197,11 +214,13 @@ class _Driver:
         if isinstance(record, Scale):
             total = m.after(record.map) if direction == "backward" else record.map.after(m)
             self.records[site] = _with_map(record, total)
-            self.scales.setdefault(site, _Pending()).contributors.append(scale)
+            earlier = self.scales[scale].contributors if scale in self.scales else []
+            self.scales.setdefault(site, _Pending()).contributors += [*earlier, scale]
             return
         assert isinstance(record, Linear)
         pending = self.linears.setdefault(site, _Pending())
-        pending.contributors.append(scale)
+        earlier = self.scales[scale].contributors if scale in self.scales else []
+        pending.contributors += [*earlier, scale]
         if direction == "backward":
             pending.post = m if pending.post is None else m.after(pending.post)
         else:
@@ -327,9 +346,9 @@ class _Driver:
                 fold = Fold(r.node, tuple(self._homes(move)), tuple(move.through), direction, r.op)
                 (folded if r.is_norm else affine).append(fold)
             elif r.is_norm:
-                excluded = Refusal(Reason.EXCLUDED, r.node, "not selected by --only / --skip")
-                kept.append(Kept(r.node, self.refusals.get(i, (excluded,)), r.op))
-        return Report(tuple(norms), tuple(folded), tuple(kept), tuple(affine), notes=self.program.notes)
+                why = self.refused.get(i) or Refusal(Reason.EXCLUDED, r.node, "not selected by --only / --skip")
+                kept.append(Kept(r.node, self.refusals.get(i, (why,)), r.op))
+        return Report(tuple(norms), tuple(folded), tuple(kept), tuple(affine))
 
     def _homes(self, move: _Move) -> Iterable[str]:
         """Where a map ended up: a scale that absorbed it may itself have moved on."""

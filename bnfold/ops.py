@@ -216,7 +216,7 @@ class Program:
 
     `pinned` values are read from outside the records (subgraph captures, values a caller can observe): they cannot
     change. Graph `outputs` may be renamed but not changed. `broken` names norms whose statistics have no right result,
-    with channels and values; `notes` are lines for the report.
+    with channels and values.
     """
 
     records: tuple[Record, ...]
@@ -225,7 +225,6 @@ class Program:
     outputs: tuple[str, ...]
     pinned: Mapping[str, Refusal] = field(default_factory=lambda: dict[str, Refusal]())
     broken: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
     def shape(self, value: str) -> Shape | None:
         """The value's shape, or None when not even its rank is known."""

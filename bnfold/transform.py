@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
 from .errors import BrokenStatisticsError
 from .folding import Plan, Selection, make_plan
 from .graphs.port import Graph, open_graph
-from .report import Folded, Report
+from .report import Folded, Refusal, Report
 
 
 def fold(
@@ -87,7 +88,14 @@ def _planned(
             f"broken statistics: {'; '.join(program.broken)}. Re-estimate them, or pass keep_broken=True "
             "(--keep-broken) to leave these norms as they are"
         )
-    return graph, make_plan(program, Selection(_patterns(only), _patterns(skip)))
+    selection = Selection(_patterns(only), _patterns(skip))
+    refused: dict[int, Refusal] = {}
+    while True:
+        plan_ = make_plan(program, selection, refused)
+        objections = graph.objections(plan_)
+        if not objections:
+            return graph, dataclasses.replace(plan_, report=plan_.report.with_(notes=graph.notes))
+        refused.update(objections)
 
 
 def _patterns(given: str | Iterable[str] | None) -> tuple[str, ...]:

@@ -45,6 +45,8 @@ def solve(site: Linear, pre: Affine | None, post: Affine | None) -> NewWeights |
     s_in, t_in = _vectors(pre, site.in_axis, site.in_channels)
     s_out, t_out = _vectors(post, site.out_axis, site.out_channels)
     weight = site.weight.values()
+    if site.index_input:
+        return _table(site, weight, s_out, t_out)
     grouped = _grouped(weight, site.groups)
     factors = [_factor(s, site, grouped.ndim, side) for s, side in ((s_out, "out"), (s_in, "in")) if s is not None]
     factors = [f for f in factors if not (f == 1).all()]
@@ -65,6 +67,21 @@ def solve(site: Linear, pre: Affine | None, post: Affine | None) -> NewWeights |
     if not np.isfinite(bias).all():
         return Refusal(*_channel_text(site, bias, Reason.OVERFLOW, f"the folded bias does not fit into {fmt.name}"))
     return NewWeights(new_weight, fmt.pack(bias), fmt)
+
+
+def _table(site: Linear, weight: Array, s_out: Array | None, t_out: Array | None) -> NewWeights | Refusal:
+    """A lookup returns one row, so that a shift goes into every row and no bias is needed."""
+    fmt = site.weight.format
+    total = Accumulator.zeros(weight.shape)
+    total.add(weight)
+    if s_out is not None:
+        total.scale(s_out)
+    if t_out is not None:
+        total.add(t_out)
+    rows = total.round(fmt)
+    if not np.isfinite(rows).all():
+        return Refusal(Reason.OVERFLOW, site.node, f"a folded row does not fit into {fmt.name}")
+    return NewWeights(fmt.pack(rows), None, fmt)
 
 
 def _vectors(m: Affine | None, axis: int, channels: int) -> tuple[Array | None, Array | None]:

@@ -259,7 +259,7 @@ def test_float64_of_three_factors_beside_ties(binade):
     m, n, x = odd(rng, 27, 400), odd(rng, 27, 400), 2.0**25
     near = [m * (x - 1), n * (x + 1), np.full(400, x * x + 1)]
     for first, *others in (near, [m, n, np.ones(400)]):
-        scale = np.exp2(binade // 2 - 53.0), np.exp2(binade - binade // 2 - 50.0 * (first is near[0]))
+        scale = np.exp2(binade // 2 - 53.0), np.exp2(binade - binade // 2 - 100.0 * (first is near[0]))
         got = assert_rounds(FLOAT64, signed(rng, first), others[0] * scale[0], others[1] * scale[1])
         assert np.isfinite(got).sum() > 100
     assert (np.prod(near, axis=0) != round_product(FLOAT64, *near)).sum() > 40

@@ -5,6 +5,8 @@ Nothing makes a round trip through another representation, so what is not edited
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import onnx
 from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto
@@ -12,6 +14,7 @@ from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto
 from ..affine import Affine
 from ..folding import Bypass, Plan, SetLinear, SetScale
 from ..ops import Kind, Linear, Program, Scale, Stored
+from ..report import Refusal
 from ..rounding import BFLOAT16, FloatFormat, round_product
 from .onnx_constants import FORMAT_OF
 from .onnx_lift import Lifted, lift
@@ -28,12 +31,16 @@ class OnnxGraph:
     def __init__(self, model: ModelProto, *, freeze_initializers: bool = False, respect_inputs: bool = False):
         self._model = ModelProto()
         self._model.CopyFrom(model)
-        self._overridable, self._listed, notes = _overridable(model, freeze_initializers, respect_inputs)
-        self._lifted: Lifted = lift(read_scopes(self._model), self._overridable, notes)
+        overridable, self._listed, self.notes = _overridable(model, freeze_initializers, respect_inputs)
+        self._lifted: Lifted = lift(read_scopes(self._model), overridable)
 
     def lift(self) -> Program:
         """The model as records."""
         return self._lifted.program
+
+    def objections(self, plan: Plan) -> Mapping[int, Refusal]:
+        """None: every plan can be written into the file."""
+        return {}
 
     def apply(self, plan: Plan) -> tuple[ModelProto, int]:
         """The edited model, and the bytes added by weights whose original other nodes still need."""

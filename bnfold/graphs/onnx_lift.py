@@ -85,9 +85,9 @@ class _Node:
         return self.opaque(self.lifter.constants.why_not(self.node.inputs[k], self.name, what), norm)
 
 
-def lift(scopes: list[Scope], overridable: frozenset[str], notes: tuple[str, ...]) -> Lifted:
+def lift(scopes: list[Scope], overridable: frozenset[str]) -> Lifted:
     """Describe all scopes as one program; values captured by an inner scope are pinned."""
-    return _Lifter(scopes, overridable).lift(notes)
+    return _Lifter(scopes, overridable).lift()
 
 
 def module_of(proto: NodeProto) -> str | None:
@@ -150,7 +150,7 @@ class _Lifter:
 
     # ------------------------------------------------------------------ scopes
 
-    def lift(self, notes: tuple[str, ...]) -> Lifted:
+    def lift(self) -> Lifted:
         records: list[Record] = []
         sites: list[Site[Scope, NodeProto]] = []
         inputs: set[str] = set()
@@ -174,7 +174,7 @@ class _Lifter:
                     sites.append(site)
         records, sites = join(records, sites, {*outputs, *self.pinned})
         program = Program(
-            tuple(records), self.shapes, frozenset(inputs), tuple(outputs), self.pinned, tuple(self.broken), notes
+            tuple(records), self.shapes, frozenset(inputs), tuple(outputs), self.pinned, tuple(self.broken)
         )
         return Lifted(program, sites, self.scopes, constants)
 

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from ..errors import InvalidFileError, UsageError
 from ..folding import Plan
 from ..ops import Program
+from ..report import Refusal
 
 
 class Graph(Protocol):
-    """A native graph: described once, edited on a copy."""
+    """A native graph: described once, edited on a copy. `notes` are lines for the report."""
+
+    notes: tuple[str, ...]
 
     def lift(self) -> Program:
         """The graph as records."""
+        ...
+
+    def objections(self, plan: Plan) -> Mapping[int, Refusal]:
+        """Scales, by record index, whose fold this graph cannot or should not express; empty when all is well."""
         ...
 
     def apply(self, plan: Plan) -> tuple[Any, int]:

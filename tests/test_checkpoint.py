@@ -1,0 +1,697 @@
+"""What `bnfold.checkpoint` makes of model files: every format, every way to be wrong, and files that attack."""
+
+import io
+import json
+import os
+import pickle
+import subprocess
+import sys
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper
+from safetensors.torch import save_file
+from torch import nn
+
+from bnfold.checkpoint import load, load_detailed, parse_factory_args, resolve_factory
+from bnfold.errors import BnfoldError, InvalidFileError, UsageError
+
+Dims = torch.export.Dim
+
+
+class Net(nn.Module):
+    def __init__(self, channels: int = 4):
+        super().__init__()
+        self.conv = nn.Conv2d(3, channels, 3)
+        self.bn = nn.BatchNorm2d(channels)
+
+    def forward(self, x):
+        return self.bn(self.conv(x))
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.b = nn.Linear(4, 4)
+        self.b.weight = self.a.weight
+        self.a.bias.requires_grad_(False)
+
+
+class Timm(Net):
+    default_cfg = {"input_size": (3, 32, 32)}  # noqa: RUF012
+
+
+def net(seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    network = Net()
+    network(torch.randn(8, 3, 8, 8) * 3 + 1)  # running statistics of its own
+    return network.eval()
+
+
+WEIGHTS = net().state_dict()
+
+
+def prefixed(prefix: str, weights: dict = WEIGHTS) -> OrderedDict:
+    return OrderedDict((prefix + k, v) for k, v in weights.items())
+
+
+def cast(dtype: torch.dtype, keys: str = "") -> dict:
+    return {k: v.to(dtype) if v.is_floating_point() and keys in k else v for k, v in WEIGHTS.items()}
+
+
+def saved(value: Any, **options: Any) -> bytes:
+    torch.save(value, buffer := io.BytesIO(), **options)
+    return buffer.getvalue()
+
+
+def old(value: Any) -> bytes:
+    return saved(value, _use_new_zipfile_serialization=False)
+
+
+def zipped(members: dict[str, bytes | str], **options: Any) -> bytes:
+    with zipfile.ZipFile(buffer := io.BytesIO(), "w", **options) as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    return buffer.getvalue()
+
+
+@pytest.fixture(scope="module")
+def program() -> dict[str, bytes]:
+    """The members of a good exported program with a dynamic batch and height."""
+    shapes = {"x": {0: Dims.AUTO, 2: Dims.AUTO}}
+    exported = torch.export.export(net(), (torch.randn(2, 3, 8, 8),), dynamic_shapes=shapes)
+    torch.export.save(exported, buffer := io.BytesIO())
+    with zipfile.ZipFile(buffer) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def graph(*extra: Any, nodes: Any = None) -> onnx.ModelProto:
+    value = helper.make_tensor_value_info
+    relu = [helper.make_node("Relu", ["x"], ["y"])]
+    built = helper.make_graph(
+        nodes or relu, "g", [value("x", 1, [2])], [value("y", 1, [2])], [t for t in extra if t is not None]
+    )
+    return helper.make_model(built, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+def external(location: str, length: int = 8) -> TensorProto:
+    tensor = TensorProto(name="w", data_type=1, dims=[2], data_location=TensorProto.EXTERNAL)
+    for key, entry in (("location", location), ("offset", "0"), ("length", str(length))):
+        tensor.external_data.add(key=key, value=entry)
+    return tensor
+
+
+# --- files that load
+
+
+class Good(NamedTuple):
+    data: bytes
+    kind: str = "state-dict"
+    notes: tuple[str, ...] = ()
+    factory: Any = Net
+    trust: bool = False
+
+
+FOLD = "weights taken from "
+GOOD = {
+    "bare": Good(saved(WEIGHTS)),
+    "older-than-zip": Good(old(WEIGHTS)),
+    "wrapped": Good(saved({"epoch": 3, "state_dict": WEIGHTS}), notes=(FOLD + "'state_dict'",)),
+    "wrapped-twice": Good(saved({"net": {"params": WEIGHTS}}), notes=(FOLD + "'net.params'",)),
+    "unknown-key-alone": Good(saved({"generator": WEIGHTS, "opt": {"state": {}}}), notes=(FOLD + "'generator'",)),
+    "known-key-first": Good(saved({"other": prefixed("z."), "model": WEIGHTS}), notes=(FOLD + "'model'",)),
+    "averaged-beside": Good(
+        saved({"ema": cast(torch.float64), "model": WEIGHTS}),
+        notes=(FOLD + "'model'", "the averaged copy under 'ema' is not used"),
+    ),
+    "averaged-of-timm": Good(
+        saved({"state_dict_ema": WEIGHTS, "state_dict": WEIGHTS}),
+        notes=(FOLD + "'state_dict'", "the averaged copy under 'state_dict_ema' is not used"),
+    ),
+    "averaged-alone": Good(saved({"ema": WEIGHTS}), notes=(FOLD + "'ema'",)),
+    "prefix": Good(saved(prefixed("module.")), notes=("prefix 'module.' taken off the keys",)),
+    "prefixes": Good(saved(prefixed("module._orig_mod.")), notes=("prefix 'module._orig_mod.' taken off the keys",)),
+    "extras-beside": Good(saved({**WEIGHTS, "epoch": 3}), notes=("1 entries that are no tensors are ignored",)),
+    "no-counter": Good(saved({k: v for k, v in WEIGHTS.items() if "num_batches" not in k})),
+    "float-counter": Good(saved({k: v.float() for k, v in WEIGHTS.items()})),
+    "module": Good(saved(net()), "module", factory=None, trust=True),
+    "older-module": Good(old(net()), "module", factory=None, trust=True),
+    "module-wrapped": Good(
+        saved({"model": net(), "ema": net()}),
+        "module",
+        (FOLD + "'model'", "the averaged copy under 'ema' is not used"),
+        None,
+        True,
+    ),
+    "module-averaged-alone": Good(saved({"model": None, "ema": net()}), "module", (FOLD + "'ema'",), None, True),
+    "module-parallel": Good(saved(nn.DataParallel(net())), "module", ("DataParallel taken off",), None, True),
+    "module-into-factory": Good(saved(net()), "state-dict", (), Net, True),
+    "weights-trusted": Good(saved(WEIGHTS), trust=True),
+    "protocol-4-trusted": Good(saved(WEIGHTS, pickle_protocol=4), trust=True),
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_loads(name, tmp_path):
+    case, file = GOOD[name], tmp_path / "any.bin"  # the suffix says nothing
+    file.write_bytes(case.data)
+    found = load_detailed(file, factory=case.factory, trust_pickle=case.trust)
+    assert (found.kind, found.notes) == (case.kind, case.notes)
+    assert_weights(found.model)
+
+
+def assert_weights(network: nn.Module) -> None:
+    assert type(network) is Net
+    for key, tensor in network.state_dict().items():
+        assert tensor.dtype == WEIGHTS[key].dtype, key
+        assert torch.equal(tensor, WEIGHTS[key]) or key.endswith("num_batches_tracked"), key
+
+
+def test_state_of_training_is_kept(tmp_path):
+    torch.save(WEIGHTS, tmp_path / "w.pt")
+    assert load(tmp_path / "w.pt", factory=Net).training
+    assert not load(tmp_path / "w.pt", factory=lambda: Net().eval()).training
+
+
+def test_safetensors(tmp_path):
+    save_file(dict(WEIGHTS), tmp_path / "w.pt")
+    assert_weights(load(tmp_path / "w.pt", factory=Net))
+
+
+def test_exported_program_computes_the_same(program, tmp_path):
+    file = tmp_path / "net.onnx"
+    file.write_bytes(zipped(program))
+    found = load_detailed(file)
+    x = torch.randn(5, 3, 12, 8)
+    assert found.kind == "exported-program"
+    assert torch.equal(found.model.module()(x), net()(x))
+
+
+def test_onnx_with_external_data(tmp_path):
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d/w.bin").write_bytes(b"\0\0\x80?" * 2)
+    (tmp_path / "net.pt").write_bytes(graph(external("d/w.bin")).SerializeToString())
+    model = load(tmp_path / "net.pt")
+    assert onnx.numpy_helper.to_array(model.graph.initializer[0]).tolist() == [1, 1]
+
+
+def test_declared_input_shape(tmp_path):
+    torch.save(WEIGHTS, tmp_path / "w.pt")
+    assert load_detailed(tmp_path / "w.pt", factory=Timm).default_shapes == ((2, 3, 32, 32),)
+    assert load_detailed(tmp_path / "w.pt", factory=Net).default_shapes is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("keys", ["", "conv"])
+def test_half_precision_is_kept(dtype, keys, tmp_path):
+    stored = cast(dtype, keys)
+    torch.save(stored, tmp_path / "w.pt")
+    found = load_detailed(tmp_path / "w.pt", factory=Net)
+    for key, tensor in found.model.state_dict().items():
+        assert tensor.dtype == stored[key].dtype, key
+        assert torch.equal(tensor, stored[key])
+    assert all(p.requires_grad for p in found.model.parameters())
+    assert found.notes == (f"the network takes the stored types: {str(dtype)[6:]}" + (", float32" if keys else ""),)
+
+
+def test_double_precision_is_copied_into_the_networks_own(tmp_path):
+    torch.save(cast(torch.float64), tmp_path / "w.pt")
+    assert_weights(load(tmp_path / "w.pt", factory=Net))
+
+
+@pytest.mark.parametrize("keep", ["both", "first", "second"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_ties_and_gradients_are_the_networks(keep, dtype, tmp_path):
+    stored = {k: v.to(dtype) for k, v in Tied().state_dict().items()}
+    if keep != "both":
+        del stored["b.weight" if keep == "first" else "a.weight"]
+    torch.save(stored, tmp_path / "w.pt")
+    network = load(tmp_path / "w.pt", factory=Tied)
+    assert network.a.weight is network.b.weight
+    assert torch.equal(network.a.weight, stored.get("a.weight", stored.get("b.weight")))
+    assert network.a.weight.requires_grad
+    assert not network.a.bias.requires_grad
+
+
+# --- files that do not
+
+
+class Bad(NamedTuple):
+    data: bytes
+    says: tuple[str, ...]
+    error: type[BnfoldError] = InvalidFileError
+    options: dict[str, Any] = {}  # noqa: RUF012
+    name: str = "net.pt"
+
+
+def script() -> bytes:
+    """The members of a TorchScript archive, by name alone."""
+    return zipped({"net/data.pkl": b"", "net/code/__torch__.py": b"", "net/constants.pkl": b""})
+
+
+def bomb() -> bytes:
+    """An archive whose directory claims that 100 bytes unpack to 2 GiB."""
+    data = bytearray(zipped({"net/data.pkl": bytes(100)}))
+    at = data.rindex(b"PK\1\2")
+    data[at + 24 : at + 28] = (2 << 30).to_bytes(4, "little")
+    return bytes(data)
+
+
+def misses(*keys: str) -> dict[str, Any]:
+    return {k: v for k, v in WEIGHTS.items() if k not in keys}
+
+
+def renamed(old_name: str, new_name: str) -> dict[str, Any]:
+    return {k.replace(old_name, new_name): v for k, v in WEIGHTS.items()}
+
+
+def failing(**_: Any) -> nn.Module:
+    raise ValueError("no such size\nsecond line")
+
+
+NEEDS = {"factory": Net}
+BAD = {
+    "empty": Bad(b"", ("is empty", "download it again")),
+    "html": Bad(b"\n<!DOCTYPE html><html>", ("HTML page", "download it again")),
+    "html-bare": Bad(b"<HTML><head>", ("HTML page",)),
+    "git-lfs": Bad(b"version https://git-lfs.github.com/spec/v1\noid", ("Git LFS pointer", "git lfs pull")),
+    "text": Bad(b"hello, this is no model", ("no model that bnfold knows", "safetensors")),
+    "keras": Bad(b"\x89HDF\r\n\x1a\n", ("Keras", "ONNX")),
+    "gzip": Bad(b"\x1f\x8b\x08\0\0", ("compressed", "unpack")),
+    "tar": Bad(bytes(257) + b"ustar" + bytes(250), ("tar archive", "unpack")),
+    "plain-pickle": Bad(pickle.dumps({"a": 1}), ("plain pickle", "torch.save")),
+    "zip-cut-short": Bad(saved(WEIGHTS)[:1500], ("cut short", "download it again")),
+    "zip-of-something": Bad(zipped({"a/b.txt": b"x"}), ("without a model", "b.txt")),
+    "zip-climbing": Bad(zipped({"net/../../x": b"", "net/data.pkl": b""}), ("unsafe", "net/../../x")),
+    "zip-absolute": Bad(zipped({"/etc/x": b"", "net/data.pkl": b""}), ("unsafe", "/etc/x")),
+    "zip-bomb": Bad(bomb(), ("unsafe", "unpack to 2147483648")),
+    "older-cut-short": Bad(old(WEIGHTS)[:-100], ("damaged or cut short",)),
+    "older-cut-very-short": Bad(old(WEIGHTS)[:200], ("damaged or cut short",)),
+    "older-with-noise": Bad(old(WEIGHTS)[:20] + os.urandom(300), ()),
+    "torchscript": Bad(script(), ("TorchScript", "torch.export.save")),
+    "safetensors-cut-short": Bad((500).to_bytes(8, "little") + b'{"a":', ("safetensors file cut short",)),
+    "safetensors-noise": Bad((9).to_bytes(8, "little") + b"{noise !}", ("damaged", "copy")),
+    "onnx-noise": Bad(b"\x08\x07noise", ("not a valid ONNX model",), name="net.onnx"),
+    "onnx-cut-short": Bad(graph().SerializeToString()[:-5], ("not a valid ONNX model",), name="net.onnx"),
+    "onnx-without-opset": Bad(b"\x08\x07", ("not a valid ONNX model", "opset_import"), name="net.onnx"),
+    "onnx-with-factory": Bad(graph().SerializeToString(), ("leave out --factory",), UsageError, NEEDS),
+    "onnx-data-missing": Bad(graph(external("w.bin")).SerializeToString(), ("w.bin", "missing")),
+    "onnx-data-nowhere": Bad(graph(external("")).SerializeToString(), ("missing",)),
+    "onnx-data-short": Bad(graph(external("net.pt", 9999)).SerializeToString(), ("cut short",)),
+    "onnx-data-climbing": Bad(graph(external("../w.bin")).SerializeToString(), ("unsafe", "../w.bin")),
+    "onnx-data-absolute": Bad(graph(external("/etc/passwd")).SerializeToString(), ("unsafe", "/etc/passwd")),
+    "onnx-data-in-node": Bad(
+        graph(nodes=[helper.make_node("Constant", [], ["y"], value=external("/etc/passwd"))]).SerializeToString(),
+        ("unsafe", "/etc/passwd"),
+    ),
+    "no-factory": Bad(saved(WEIGHTS), ("weights only (7 tensors, e.g. 'conv.weight')", "--factory"), UsageError),
+    "no-factory-wrapped": Bad(saved({"model": WEIGHTS}), ("(7 tensors under 'model', e.g. 'conv.",), UsageError),
+    "tensor": Bad(saved(torch.ones(2)), ("a Tensor, neither",)),
+    "optimizer-only": Bad(saved({"optimizer": {"lr": 1}, "epoch": 2}), ("the keys optimizer, epoch", "neither")),
+    "two-networks": Bad(saved({"gen": WEIGHTS, "dis": WEIGHTS}), ("several", "gen, dis"), options=NEEDS),
+    "keys-missing": Bad(
+        saved(misses("conv.bias", "bn.weight")), ("Net", "2 keys missing (conv.bias, bn.weight)"), options=NEEDS
+    ),
+    "keys-renamed": Bad(
+        saved(renamed("conv.", "conv1.")),
+        ("2 keys missing (conv.weight, conv.bias) and 2 keys unexpected (conv1.", "'conv.weight' ~ 'conv1.weight'"),
+        options=NEEDS,
+    ),
+    "keys-unexpected": Bad(
+        saved({**WEIGHTS, **prefixed("head.")}),
+        ("7 keys unexpected (head.conv.weight, head.conv.bias, head.bn.weight and 4 more)",),
+        options=NEEDS,
+    ),
+    "prefix-of-some": Bad(saved({**prefixed("module."), "extra": torch.ones(1)}), ("unexpected",), options=NEEDS),
+    "shapes": Bad(
+        saved(WEIGHTS),
+        ("Net", "6 shapes differ: 'conv.weight' is (4, 3, 3, 3) in the file, (8, 3, 3, 3) in the network"),
+        options={"factory": Net, "factory_args": {"channels": 8}},
+    ),
+    "ties-differ": Bad(
+        saved({k: torch.randn(v.shape) for k, v in Tied().state_dict().items()}),
+        ("ties 'a.weight' and 'b.weight'",),
+        options={"factory": Tied},
+    ),
+    "module-untrusted": Bad(
+        saved(net()), ("asks for", "Net", "torch.nn.modules.conv.Conv2d", "and 1 more", "--trust-pickle")
+    ),
+    "older-module-untrusted": Bad(old({"model": net()}), ("asks for", "Conv2d", "--trust-pickle")),
+    "protocol-4-weights": Bad(saved(WEIGHTS, pickle_protocol=4), ("more than torch reads", "Unsupported operand")),
+    "protocol-4-untrusted": Bad(saved(net(), pickle_protocol=4), ("Net", "Conv2d", "--trust-pickle")),
+    "factory-fails": Bad(
+        saved(WEIGHTS), ("failing failed (ValueError: no such size)",), UsageError, {"factory": failing}
+    ),
+    "factory-argument": Bad(
+        saved(WEIGHTS), ("TypeError", "'depth'"), UsageError, {"factory": Net, "factory_args": {"depth": 3}}
+    ),
+    "factory-of-something": Bad(saved(WEIGHTS), ("returned a dict",), UsageError, {"factory": dict}),
+    "factory-on-meta": Bad(
+        saved(WEIGHTS), ("meta device",), UsageError, {"factory": lambda: Net().to(torch.device("meta"))}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refuses(name, tmp_path):
+    case = BAD[name]
+    file = tmp_path / case.name
+    file.write_bytes(case.data)
+    message = refusal(file, case.error, **case.options)
+    for fragment in case.says:
+        assert fragment in message
+
+
+def refusal(file: Path, error: type[BnfoldError] = InvalidFileError, **options: Any) -> str:
+    """The message, which is one line and names the file (or the factory)."""
+    with pytest.raises(error) as caught:
+        load(file, **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert str(file) in message or "factory" in message
+    return message
+
+
+def test_refuses_what_is_no_file(tmp_path):
+    (tmp_path / "file").touch()
+    assert "is a folder" in refusal(tmp_path)
+    assert "no such file" in refusal(tmp_path / "missing.pt")
+    assert "cannot be read" in refusal(tmp_path / "file" / "net.pt")
+
+
+def test_module_whose_code_is_missing(tmp_path, monkeypatch):
+    (tmp_path / "gone_net.py").write_text("import torch\nclass Net(torch.nn.Module): pass\n")
+    monkeypatch.chdir(tmp_path)
+    torch.save(resolve_factory("gone_net:Net")(), "net.pt")
+    assert isinstance(load("net.pt", trust_pickle=True), nn.Module)
+    del sys.modules["gone_net"]
+    (tmp_path / "gone_net.py").unlink()
+    message = refusal(Path("net.pt"), trust_pickle=True)
+    assert "No module named 'gone_net'" in message
+    assert "PYTHONPATH" in message
+
+
+def test_symlink_out_of_the_folder(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "secret").write_bytes(bytes(8))
+    (tmp_path / "in/w.bin").symlink_to(tmp_path / "secret")
+    (tmp_path / "in/net.onnx").write_bytes(graph(external("w.bin")).SerializeToString())
+    assert "unsafe" in refusal(tmp_path / "in/net.onnx")
+
+
+# --- files that attack: whatever runs on loading would leave a file named `marker`
+
+
+class Touch:
+    """Pickles as a call of `open(marker, "w")`."""
+
+    def __init__(self, marker: Path):
+        self.marker = marker
+
+    def __reduce__(self):
+        return open, (str(self.marker), "w")
+
+
+PICKLES: dict[str, Callable[[Touch], bytes]] = {
+    "zip": saved,
+    "zip-wrapped": lambda evil: saved({"state_dict": WEIGHTS, "epoch": evil}),
+    "zip-protocol-4": lambda evil: saved(evil, pickle_protocol=4),
+    "older": old,
+    "plain": pickle.dumps,
+    "plain-protocol-0": lambda evil: pickle.dumps(evil, protocol=0),
+    "beside-a-program": lambda evil: zipped(
+        {"m/models/model.json": "{}", "m/data.pkl": pickle.dumps(evil, 2), "m/version": "3"}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PICKLES)
+@pytest.mark.parametrize("factory", [None, Net])
+def test_pickles_do_not_run(name, factory, tmp_path):
+    marker, file = tmp_path / "marker", tmp_path / "net.pt"
+    file.write_bytes(PICKLES[name](Touch(marker)))
+    refusal(file, factory=factory)
+    assert not marker.exists()
+
+
+def test_trusted_pickles_run(tmp_path):
+    marker, file = tmp_path / "marker", tmp_path / "net.pt"
+    file.write_bytes(saved({"model": WEIGHTS, "epoch": Touch(marker)}))
+    load(file, factory=Net, trust_pickle=True)
+    assert marker.exists()
+
+
+def edited(members: dict[str, bytes], change: Callable[[Any], None]) -> dict[str, bytes]:
+    """The program with its JSON changed: `change` sees every mapping in it."""
+
+    def visit(value: Any) -> None:
+        for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+            visit(part)
+        if isinstance(value, dict):
+            change(value)
+
+    name = next(n for n in members if n.endswith("models/model.json"))
+    visit(document := json.loads(members[name]))
+    return {**members, name: json.dumps(document).encode()}
+
+
+def everywhere(members: dict[str, bytes], key: str, text: str) -> dict[str, bytes]:
+    return edited(members, lambda d: d.update({key: text}) if key in d else None)
+
+
+def placed(members: dict[str, bytes], name: str, data: bytes) -> dict[str, bytes]:
+    top = next(iter(members)).partition("/")[0]
+    return {**members, f"{top}/{name}": data}
+
+
+def declared(members: dict[str, bytes], path_name: str) -> dict[str, bytes]:
+    """The program with its first weight declared a pickle, stored at `path_name`."""
+    name = next(n for n in members if n.endswith("model_weights_config.json"))
+    document = json.loads(members[name])
+    next(iter(document["config"].values())).update(path_name=path_name, use_pickle=True)
+    return {**members, name: json.dumps(document).encode()}
+
+
+def other_top(members: dict[str, bytes], top: str) -> dict[str, bytes]:
+    return {f"{top}/{name.partition('/')[2]}": data for name, data in members.items()}
+
+
+CONSTANT = {"config": {"c": {"path_name": "opaque_obj_0", "is_param": False, "use_pickle": False, "tensor_meta": None}}}
+SAMPLE = "data/sample_inputs/model.pt"
+PROGRAMS: dict[str, Callable[[dict[str, bytes], Touch], dict[str, bytes]]] = {
+    "sample-inputs": lambda m, e: placed(m, SAMPLE, saved((e,))),
+    "sample-inputs-older": lambda m, e: placed(m, SAMPLE, old((e,))),
+    "sample-inputs-plain": lambda m, e: placed(m, SAMPLE, pickle.dumps((e,))),
+    "sample-inputs-protocol-0": lambda m, e: placed(m, SAMPLE, pickle.dumps((e,), 0)),
+    "sample-inputs-called-extra": lambda m, e: other_top(placed(m, SAMPLE, saved((e,))), "extra"),
+    "sample-inputs-called-raw": lambda m, e: placed(
+        placed(m, SAMPLE, saved((e,))),
+        "data/sample_inputs/x.json",
+        json.dumps({"config": {"x": {"path_name": "model.pt", "use_pickle": False}}}).encode(),
+    ),
+    "weights-of-old": lambda m, e: placed(m, "data/weights/model.pt", saved({"x": e})),
+    "constants-of-old": lambda m, e: placed(m, "data/constants/model.pt", saved({"x": e})),
+    "weight-pickled": lambda m, e: declared(placed(m, "data/weights/weight_0", saved(e)), "weight_0"),
+    "weight-in-other-case": lambda m, e: declared(placed(m, "data/weights/weight_0", saved(e)), "WEIGHT_0"),
+    "weight-elsewhere": lambda m, e: declared(placed(m, "data/weights/x", saved(e)), "x"),
+    "opaque-constant": lambda m, e: placed(
+        placed(m, "data/constants/opaque_obj_0", pickle.dumps(e, 0)),
+        "data/constants/model_constants_config.json",
+        json.dumps(CONSTANT).encode(),
+    ),
+    "native-code": lambda m, _: placed(m, "data/aotinductor/model/a.so", b"\x7fELF"),
+    "shape": lambda m, e: everywhere(m, "expr_str", f"open({str(e.marker)!r}, 'w')"),
+    "shape-hidden": lambda m, e: everywhere(m, "expr_str", f"Max(1, open({str(e.marker)!r}, 'w'))"),
+    "shape-in-symbol": lambda m, e: everywhere(m, "expr_str", f'Integer("open({str(e.marker)!r})")'),
+    "shape-method": lambda m, _: everywhere(m, "expr_str", "Symbol('s0').__class__"),
+    "target": lambda m, _: everywhere(m, "target", "torch.os.system"),
+    "target-writing": lambda m, _: everywhere(m, "target", "torch.ops.aten.save"),
+    "target-calling": lambda m, _: everywhere(m, "target", "_operator.methodcaller"),
+    "name": lambda m, e: everywhere(m, "name", f"x=open({str(e.marker)!r},'w')"),
+    "enumeration": lambda m, _: everywhere(
+        m, "in_spec", json.dumps([1, {"context": json.dumps({"__enum__": True, "fqn": "antigravity:a", "name": "b"})}])
+    ),
+    "factory-of-defaults": lambda m, _: everywhere(
+        m, "in_spec", json.dumps([1, {"context": {"default_factory_module": "os", "default_factory_name": "abort"}}])
+    ),
+    "old-layout": lambda _, e: {
+        "version": b"8.14",
+        "serialized_exported_program.json": b"{}",
+        "serialized_state_dict.pt": saved({"x": e}),
+    },
+    "old-layout-json": lambda _, e: {
+        "version": b"8.14",
+        "serialized_exported_program.json": b"{}",
+        "serialized_constants.json": saved({"x": e}),
+    },
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_do_not_run(name, program, tmp_path):
+    marker, file = tmp_path / "marker", tmp_path / "net.pt2"
+    file.write_bytes(zipped(PROGRAMS[name](program, Touch(marker))))
+    assert "could run code" in refusal(file)
+    assert not marker.exists()
+
+
+def test_guards_do_not_run(program, tmp_path):
+    marker, file = tmp_path / "marker", tmp_path / "net.pt2"
+    guard = f"open({str(marker)!r}, 'w')"
+    file.write_bytes(zipped(edited(program, lambda d: "guards_code" in d and d.update(guards_code=[guard]))))
+    load(file).module()(torch.randn(2, 3, 8, 8))
+    assert not marker.exists()
+
+
+def test_trusted_programs_run(program, tmp_path):
+    marker, file = tmp_path / "marker", tmp_path / "net.pt2"
+    file.write_bytes(zipped(PROGRAMS["sample-inputs"](program, Touch(marker))))
+    load(file, trust_pickle=True)
+    assert marker.exists()
+
+
+def test_program_with_a_member_twice(program, tmp_path):
+    marker, file = tmp_path / "marker", tmp_path / "net.pt2"
+    file.write_bytes(zipped(program))
+    name = next(n for n in program if n.endswith(SAMPLE))
+    with zipfile.ZipFile(file, "a") as archive, pytest.warns(UserWarning, match="Duplicate"):
+        archive.writestr(name, saved((Touch(marker),)))
+    assert "twice" in refusal(file)
+    assert not marker.exists()
+
+
+def test_program_behind_another(program, tmp_path):
+    """Readers that trust the offsets of the last directory and readers that correct them see different archives."""
+    marker, file = tmp_path / "marker", tmp_path / "net.pt2"
+    file.write_bytes(zipped(PROGRAMS["sample-inputs"](program, Touch(marker))) + zipped(program))
+    assert load_detailed(file).kind == "exported-program"
+    assert not marker.exists()
+
+
+def test_program_damaged(program, tmp_path):
+    file = tmp_path / "net.pt2"
+    data = bytearray(zipped(program))
+    at = data.index(b'{"graph_module"')
+    data[at : at + 9] = b"{ garbage"
+    file.write_bytes(data)
+    assert "damaged" in refusal(file)
+    file.write_bytes(zipped(edited(program, lambda d: d.pop("graph_module", None))))
+    assert "cannot read this program" in refusal(file)
+    file.write_bytes(zipped(program))
+    assert "leave out --factory" in refusal(file, UsageError, factory=Net)
+
+
+# --- factories
+
+
+ARGS = {
+    "integer": ("n=10", 10),
+    "float": ("x=1e-3", 1e-3),
+    "json-word": ("b=true", True),
+    "json-null": ("b=null", None),
+    "python-word": ("b=False", False),
+    "python-none": ("b=None", None),
+    "list": ("d=[2, 3]", [2, 3]),
+    "object": ('d={"a": 1}', {"a": 1}),
+    "quoted": ('s="10"', "10"),
+    "text": ("name=resnet18", "resnet18"),
+    "text-with-equals": ("s=a=b", "a=b"),
+    "text-like-a-number": ("s=007", "007"),
+    "nothing": ("s=", ""),
+}
+
+
+@pytest.mark.parametrize("name", ARGS)
+def test_factory_argument(name):
+    item, value = ARGS[name]
+    assert list(parse_factory_args([item]).values()) == [value]
+    assert [type(v) for v in parse_factory_args([item]).values()] == [type(value)]
+
+
+@pytest.mark.parametrize("item", ["n", "=3", "a-b=3", ""])
+def test_factory_argument_refused(item):
+    with pytest.raises(UsageError, match="key=value"):
+        parse_factory_args([item])
+
+
+MODULE = """
+import torch
+from sibling_net import CHANNELS
+class Net(torch.nn.Conv2d):
+    def __init__(self, channels=CHANNELS):
+        super().__init__(3, channels, 3)
+class zoo:
+    small = staticmethod(lambda: Net(1))
+TABLE = {}
+"""
+SPECS = {
+    "no-colon": ("torchvision.models", "has no module or no callable"),
+    "no-attribute": ("torch:", "has no module or no callable"),
+    "no-module": ("nowhere_net:Net", "no module 'nowhere_net'"),
+    "no-submodule": ("torch.nowhere:Net", "no module 'torch.nowhere'"),
+    "no-file": ("nowhere/net.py:Net", "no such file"),
+    "misspelt": ("factory_net:Nett", "has no 'Nett'; did you mean Net"),
+    "misspelt-in-file": ("factory_net.py:zoo.smal", "has no 'smal'; did you mean small"),
+    "not-callable": ("factory_net:TABLE", "no callable but a dict"),
+    "broken": ("broken_net:Net", "importing broken_net failed (ZeroDivisionError"),
+    "broken-import": ("needing_net:Net", "importing needing_net failed (ModuleNotFoundError: No module named 'nowhere"),
+    "exiting": ("exiting_net.py:Net", "importing exiting_net.py failed (SystemExit"),
+    "syntax": ("syntax_net:Net", "importing syntax_net failed (SyntaxError"),
+}
+
+
+@pytest.fixture
+def code(tmp_path, monkeypatch):
+    texts = {
+        "factory_net": MODULE,
+        "sibling_net": "CHANNELS = 5",
+        "broken_net": "1 / 0",
+        "needing_net": "import nowhere_net",
+        "exiting_net": "raise SystemExit(2)",
+        "syntax_net": "def",
+    }
+    for name, text in texts.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    for name in texts:
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_factory_refused(name, code):
+    spec, says = SPECS[name]
+    with pytest.raises(UsageError) as caught:
+        resolve_factory(spec)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("spec", ["factory_net:Net", "factory_net.py:Net", "{code}/factory_net.py:zoo.small"])
+def test_factory_resolved(spec, code):
+    before = list(sys.path)
+    assert resolve_factory(spec.format(code=code))().weight.shape[0] in (1, 5)
+    assert sys.path == before
+
+
+def test_factory_with_arguments(code):
+    torch.save(nn.Conv2d(3, 7, 3).state_dict(), "w.pt")
+    assert load("w.pt", factory="factory_net:Net", factory_args={"channels": 7}).weight.shape[0] == 7
+    assert "the network of factory_net:Net, 2 shapes differ" in refusal(Path("w.pt"), factory="factory_net:Net")
+
+
+def test_onnx_needs_no_torch(tmp_path):
+    onnx.save(graph(), tmp_path / "net.onnx")
+    code = (
+        "import sys; from bnfold.checkpoint import load; model = load(sys.argv[1]); "
+        "assert model.graph.node; assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "net.onnx"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
