@@ -641,12 +641,16 @@ def _asked(file: IO[bytes]) -> list[str] | None:
             file = io.BytesIO(archive.read(next(n for n in archive.namelist() if n.endswith("data.pkl"))))
         file.seek(0)
         for _ in range(5):  # a file older than the zip format holds five pickles, the fourth of which is the object
-            words: list[str] = []
+            words, memo = [""], {}
             for opcode, argument, _ in pickletools.genops(file):
-                if opcode.name in ("GLOBAL", "INST", "STACK_GLOBAL"):
-                    names[".".join(words[-2:]) if argument is None else str(argument).replace(" ", ".")] = None
-                elif isinstance(argument, str):
-                    words.append(argument)
+                if opcode.name in ("GLOBAL", "INST"):
+                    names[str(argument).replace(" ", ".")] = None
+                elif opcode.name == "STACK_GLOBAL":
+                    names[".".join(words[-2:])] = None
+                elif opcode.name == "MEMOIZE":
+                    memo[len(memo)] = words[-1]
+                elif opcode.name in ("BINGET", "LONG_BINGET") or isinstance(argument, str):
+                    words.append(argument if isinstance(argument, str) else memo.get(argument, ""))
             if not file.read(1):
                 break
             file.seek(-1, os.SEEK_CUR)

@@ -1,10 +1,19 @@
 """What bnfold raises. Every message is one line: the file, node or key, what was found, what to do."""
 
+from typing import Any
+
 
 class BnfoldError(Exception):
-    """Base of all errors bnfold raises on purpose; `exit_code` is what the command line returns for it."""
+    """Base of all errors bnfold raises on purpose.
+
+    `exit_code` is what the command line returns for it; `report` is the Report so far, where there is one.
+    """
 
     exit_code = 1
+
+    def __init__(self, message: str, report: Any = None):
+        super().__init__(message)
+        self.report = report
 
 
 class UsageError(BnfoldError):

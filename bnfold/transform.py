@@ -47,10 +47,11 @@ def fold(
         UsageError: a pattern matches nothing, example inputs are missing or do not fit, or the kind is unknown.
         CaptureError: torch.export cannot turn the module into a graph.
     """
-    graph, plan_ = _planned(
-        model, example_inputs, only, skip, keep_broken,
-        freeze_initializers=freeze_initializers, respect_inputs=respect_inputs, keep_class=keep_class,
+    graph = open_graph(
+        model, example_inputs, freeze_initializers=freeze_initializers, respect_inputs=respect_inputs,
+        keep_class=keep_class,
     )  # fmt: skip
+    plan_ = planned(graph, only=only, skip=skip, keep_broken=keep_broken)
     folded, added = graph.apply(plan_)
     return Folded(folded, plan_.report.with_(bytes_added=added))
 
@@ -67,21 +68,21 @@ def plan(
     keep_class: bool = False,
 ) -> Report:
     """What `fold` would do with the same arguments: a dry run that changes nothing and accepts broken statistics."""
-    return _planned(
-        model, example_inputs, only, skip, True,
-        freeze_initializers=freeze_initializers, respect_inputs=respect_inputs, keep_class=keep_class,
-    )[1].report  # fmt: skip
+    graph = open_graph(
+        model, example_inputs, freeze_initializers=freeze_initializers, respect_inputs=respect_inputs,
+        keep_class=keep_class,
+    )  # fmt: skip
+    return planned(graph, only=only, skip=skip, keep_broken=True).report
 
 
-def _planned(
-    model: Any,
-    example_inputs: Any,
-    only: str | Iterable[str] | None,
-    skip: str | Iterable[str] | None,
-    keep_broken: bool,
-    **options: bool,
-) -> tuple[Graph, Plan]:
-    graph = open_graph(model, example_inputs, **options)
+def planned(
+    graph: Graph,
+    *,
+    only: str | Iterable[str] | None = None,
+    skip: str | Iterable[str] | None = None,
+    keep_broken: bool = False,
+) -> Plan:
+    """The plan for an opened graph, made again until the graph objects to none of its folds."""
     program = graph.lift()
     if program.broken and not keep_broken:
         raise BrokenStatisticsError(
@@ -94,7 +95,7 @@ def _planned(
         plan_ = make_plan(program, selection, refused)
         objections = graph.objections(plan_)
         if not objections:
-            return graph, dataclasses.replace(plan_, report=plan_.report.with_(notes=graph.notes))
+            return dataclasses.replace(plan_, report=plan_.report.with_(notes=graph.notes))
         refused.update(objections)
 
 

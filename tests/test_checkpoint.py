@@ -194,6 +194,13 @@ def test_exported_program_computes_the_same(program, tmp_path):
     assert torch.equal(found.model.module()(x), net()(x))
 
 
+def test_exported_program_of_an_older_torch(program, tmp_path):
+    file = tmp_path / "net.pt2"
+    file.write_bytes(zipped(older(program)))
+    x = torch.randn(5, 3, 12, 8)
+    assert torch.equal(load(file).module()(x), net()(x))
+
+
 def test_onnx_with_external_data(tmp_path):
     (tmp_path / "d").mkdir()
     (tmp_path / "d/w.bin").write_bytes(b"\0\0\x80?" * 2)
@@ -479,11 +486,29 @@ def declared(members: dict[str, bytes], path_name: str) -> dict[str, bytes]:
     return {**members, name: json.dumps(document).encode()}
 
 
+def config(members: dict[str, bytes]) -> bytes:
+    """What the program says of its first weight, which is raw."""
+    document = json.loads(next(data for name, data in members.items() if name.endswith("weights_config.json")))
+    return json.dumps({"config": dict([next(iter(document["config"].items()))])}).encode()
+
+
+def older(members: dict[str, bytes], **changed: Any) -> dict[str, bytes]:
+    """The program in the layout that torch wrote before 2.8."""
+    x = torch.randn(2, 3, 8, 8)
+    parts = {"state_dict": WEIGHTS, "constants": {}, "example_inputs": ((x,), {}), **changed}
+    document = next(data for name, data in members.items() if name.endswith("models/model.json"))
+    version = json.loads(document)["schema_version"]
+    return {
+        "version": f"{version['major']}.{version['minor']}".encode(),
+        "serialized_exported_program.json": document,
+        **{f"serialized_{name}.pt": saved(value) for name, value in parts.items()},
+    }
+
+
 def other_top(members: dict[str, bytes], top: str) -> dict[str, bytes]:
     return {f"{top}/{name.partition('/')[2]}": data for name, data in members.items()}
 
 
-CONSTANT = {"config": {"c": {"path_name": "opaque_obj_0", "is_param": False, "use_pickle": False, "tensor_meta": None}}}
 SAMPLE = "data/sample_inputs/model.pt"
 PROGRAMS: dict[str, Callable[[dict[str, bytes], Touch], dict[str, bytes]]] = {
     "sample-inputs": lambda m, e: placed(m, SAMPLE, saved((e,))),
@@ -501,10 +526,10 @@ PROGRAMS: dict[str, Callable[[dict[str, bytes], Touch], dict[str, bytes]]] = {
     "weight-pickled": lambda m, e: declared(placed(m, "data/weights/weight_0", saved(e)), "weight_0"),
     "weight-in-other-case": lambda m, e: declared(placed(m, "data/weights/weight_0", saved(e)), "WEIGHT_0"),
     "weight-elsewhere": lambda m, e: declared(placed(m, "data/weights/x", saved(e)), "x"),
-    "opaque-constant": lambda m, e: placed(
-        placed(m, "data/constants/opaque_obj_0", pickle.dumps(e, 0)),
+    "opaque-constant-called-raw": lambda m, e: placed(
+        placed(m, "data/constants/opaque_obj_0", pickle.dumps(e, 0).ljust(4000)),
         "data/constants/model_constants_config.json",
-        json.dumps(CONSTANT).encode(),
+        config(m).replace(b"weight_0", b"opaque_obj_0"),
     ),
     "native-code": lambda m, _: placed(m, "data/aotinductor/model/a.so", b"\x7fELF"),
     "shape": lambda m, e: everywhere(m, "expr_str", f"open({str(e.marker)!r}, 'w')"),
@@ -521,14 +546,10 @@ PROGRAMS: dict[str, Callable[[dict[str, bytes], Touch], dict[str, bytes]]] = {
     "factory-of-defaults": lambda m, _: everywhere(
         m, "in_spec", json.dumps([1, {"context": {"default_factory_module": "os", "default_factory_name": "abort"}}])
     ),
-    "old-layout": lambda _, e: {
-        "version": b"8.14",
-        "serialized_exported_program.json": b"{}",
-        "serialized_state_dict.pt": saved({"x": e}),
-    },
-    "old-layout-json": lambda _, e: {
-        "version": b"8.14",
-        "serialized_exported_program.json": b"{}",
+    "older-layout": lambda m, e: older(m, state_dict={"x": e}),
+    "older-layout-inputs": lambda m, e: older(m, example_inputs=((e,), {})),
+    "older-layout-json": lambda m, e: {
+        **{n: d for n, d in older(m).items() if n != "serialized_constants.pt"},
         "serialized_constants.json": saved({"x": e}),
     },
 }

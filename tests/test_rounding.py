@@ -143,17 +143,21 @@ def test_random_products(target, count, spread):
     assert np.isinf(got).any() != (target == FLOAT64 and count == 1)
 
 
+def odd_factors(rng, count: int, low: float, high: float) -> np.ndarray:
+    """Rows of odd whole numbers up to 1.5 * high**(1 / count), or 5, whose product is in [low, high)."""
+    parts = 2 * rng.integers(0, max(3, math.ceil(0.75 * high ** (1 / count))), (count, 8000)) + 1.0
+    product = parts.prod(axis=0)
+    return parts[:, (product >= low) & (product < high)][:, :1000]
+
+
 @narrow
 @pytest.mark.parametrize("subnormal", [False, True], ids=["normal", "subnormal"])
 @pytest.mark.parametrize("count", [1, 2, 3], ids=["one", "two", "three"])
 def test_exact_ties_go_to_even(target, count, subnormal):
     """An odd product of precision + 1 bits is a tie; so is any odd number of halves of the smallest subnormal."""
     rng = np.random.default_rng([3, count])
-    size = 2 ** math.ceil((target.precision + 1) / count)
-    parts = 2 * rng.integers(0, size, (count, 20_000)) + 1.0
-    low, high = (1, 2.0**target.precision) if subnormal else (2.0**target.precision, 2.0 ** (target.precision + 1))
-    product = parts.prod(axis=0)
-    first, *others = parts[:, (product >= low) & (product < high)][:, :1000]
+    middle = 2.0**target.precision
+    first, *others = odd_factors(rng, count, 1, middle) if subnormal else odd_factors(rng, count, middle, 2 * middle)
     if subnormal:
         factors = [signed(rng, first * target.smallest_subnormal / 2), *others]
     else:
@@ -187,7 +191,7 @@ def ties_missed_by_division_of_three(rng, target):
     return w, s, odd(rng, target.precision + 1, 3000) / (w * s)
 
 
-def ties_missed_by_cyclotomy(rng, target):
+def ties_missed_by_quartics(rng, target):
     """midpoint * (1 - x**-4) and midpoint * (1 + x**-3) for x up to 2**26: down to 2**-104 beside the midpoint."""
     middle, x = odd(rng, target.precision + 1, 1500), np.exp2(rng.integers(20, 27, 1500))
     below = (middle * (x - 1), x + 1, x * x + 1)
@@ -195,10 +199,29 @@ def ties_missed_by_cyclotomy(rng, target):
     return tuple(map(np.concatenate, zip(below, above, strict=True)))
 
 
+def ties_missed_by_sextics(rng, target):
+    """x**6 - 1 = (x**2 - 1)(x**2 + x + 1)(x**2 - x + 1) and
+    27 * x**6 + 1 = (3 * x**2 + 1)(3 * x**2 + 3 * x + 1)(3 * x**2 - 3 * x + 1), times three factors of a midpoint.
+    """
+    high = 2.0 ** (target.precision + 1)
+    below, above = odd_factors(rng, 3, high / 2, high), odd_factors(rng, 3, high / 54, high / 27)
+    x, y = (2.0 ** int((53 - 1.6 - math.log2(1.5 * (high / by) ** (1 / 3))) / 2) for by in (1, 27))
+    below *= np.array([[x**2 - 1], [x**2 + x + 1], [x**2 - x + 1]])
+    above *= np.array([[3 * y**2 + 1], [3 * y**2 + 3 * y + 1], [3 * y**2 - 3 * y + 1]])
+    assert max(below.max(), above.max()) < 2**53
+    return tuple(np.concatenate([below, above], axis=1))
+
+
 @narrow
 @pytest.mark.parametrize(
     "build",
-    [ties_missed_by_division, ties_missed_by_inverse, ties_missed_by_division_of_three, ties_missed_by_cyclotomy],
+    [
+        ties_missed_by_division,
+        ties_missed_by_inverse,
+        ties_missed_by_division_of_three,
+        ties_missed_by_quartics,
+        ties_missed_by_sextics,
+    ],
     ids=lambda f: f.__name__.removeprefix("ties_missed_"),
 )
 def test_near_ties(target, build):
@@ -253,16 +276,23 @@ def test_float64_of_two_factors_is_the_ieee_product():
         assert_same(round_product(FLOAT64, a, b), a * b, a, b)
 
 
-@pytest.mark.parametrize("binade", [0, -1010, -1022, -1040, 1023], ids="2**{}".format)
-def test_float64_of_three_factors_beside_ties(binade):
+def test_float64_of_three_factors_beside_ties():
     rng = np.random.default_rng(9)
-    m, n, x = odd(rng, 27, 400), odd(rng, 27, 400), 2.0**25
-    near = [m * (x - 1), n * (x + 1), np.full(400, x * x + 1)]
-    for first, *others in (near, [m, n, np.ones(400)]):
-        scale = np.exp2(binade // 2 - 53.0), np.exp2(binade - binade // 2 - 100.0 * (first is near[0]))
-        got = assert_rounds(FLOAT64, signed(rng, first), others[0] * scale[0], others[1] * scale[1])
-        assert np.isfinite(got).sum() > 100
-    assert (np.prod(near, axis=0) != round_product(FLOAT64, *near)).sum() > 40
+    first, *others = odd_factors(rng, 3, 2.0**53, 2.0**54)
+    assert_rounds(FLOAT64, signed(rng, first), *others)
+    first, *others = ties_missed_by_sextics(rng, FLOAT64)
+    near = [signed(rng, np.ldexp(first, rng.integers(-900, 800, len(first)))), *others]
+    assert (np.prod(near, axis=0) != assert_rounds(FLOAT64, *near)).sum() > 100
+
+
+@pytest.mark.parametrize("binade", [-1022, -1030, -1060, -1074, 1023, 1024])
+def test_float64_of_three_factors_at_the_edges(binade):
+    rng = np.random.default_rng([10, binade + 1074])
+    m, n = odd(rng, 27, 400), odd(rng, 27, 400)
+    assert_rounds(
+        FLOAT64, signed(rng, np.ldexp(m, binade // 2)), np.ldexp(n, binade - binade // 2 - 3), np.full(400, 2.0**-50)
+    )
+    assert_rounds(FLOAT64, np.array([2.0**27 - 1]), np.array([-(2.0**27 + 1)]), np.array([2.0**970]))
 
 
 @pytest.mark.parametrize(
@@ -523,9 +553,15 @@ def test_scaling_by_special_numbers(factor, expected):
     assert_same(accumulator.round(FLOAT32), np.array([expected]))
 
 
-def test_products_of_huge_and_tiny_numbers_keep_their_tail():
-    a, b = np.array([1.1e305]), np.array([1.3e-305])
-    accumulator = Accumulator.zeros((1,))
+def test_products_keep_their_tail():
+    """The error of a product is itself a float64 number; nothing overflows on the way to it."""
+    rng = np.random.default_rng(16)
+    a, b = random_factors(rng, FLOAT32, 2, 1000)
+    kept = (np.abs(a) < 2.0**1023) & (np.abs(b) < 2.0**1023)
+    a, b = a[kept], b[kept]
+    accumulator = Accumulator.zeros(a.shape)
     accumulator.add_product(a, b)
     accumulator.add(-a * b)
-    assert_same(accumulator.round(FLOAT32), [oracle(Fraction(a[0]) * Fraction(b[0]) - Fraction((a * b)[0]), FLOAT32)])
+    errors = [Fraction(x) * Fraction(y) - Fraction(x * y) for x, y in zip(a.tolist(), b.tolist(), strict=True)]
+    assert accumulator.round(FLOAT64).tolist() == [float(e) for e in errors]
+    assert all(Fraction(float(e)) == e for e in errors)

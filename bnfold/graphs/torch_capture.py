@@ -48,21 +48,25 @@ def as_inputs(example_inputs: Any) -> Inputs:
     return (example_inputs,), {}
 
 
-def capture(module: nn.Module, inputs: Inputs) -> ExportedProgram:
+def capture(module: nn.Module, inputs: Inputs, *, static: bool = False) -> ExportedProgram:
     """Export a module that is a private copy in eval mode, with a free batch dimension where the model allows it.
+
+    `static` pins all dimensions to those of the inputs.
 
     Raises CaptureError with the exporter's first line, UsageError when the inputs do not fit the module.
     """
     args, kwargs = _batched(inputs)
-    attempts = [(args, kwargs, True), (args, kwargs, False)]
-    if args is not inputs[0]:
+    attempts = [] if static else [(args, kwargs, True), (args, kwargs, False)]
+    if static or args is not inputs[0]:
         attempts.append((*inputs, False))
     first: Exception | None = None
     for a, k, dynamic in attempts:
         try:
             with quiet(), torch.no_grad():
                 ep = torch.export.export(module, a, k, dynamic_shapes=_free_batch((a, k)) if dynamic else None)
-            return functional(ep)
+            ep = functional(ep)
+            ep.graph.eliminate_dead_code()  # sizes the exporter asked for and did not need
+            return ep
         except Exception as e:
             first = first or e
     assert first is not None

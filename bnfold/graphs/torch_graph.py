@@ -43,6 +43,21 @@ def open_torch(model: Any, example_inputs: Any = None, *, keep_class: bool = Fal
     return ModuleGraph(model, example_inputs, keep_class)
 
 
+def program_graph(model: Any, example_inputs: Any = None, *, static: bool = False) -> TorchGraph:
+    """The graph of a module or ExportedProgram whose edits always come back as an ExportedProgram."""
+    if isinstance(model, ExportedProgram):
+        return ProgramGraph(model)
+    module = eval_copy(model)
+    graph = TorchGraph(capture(module, as_inputs(example_inputs), static=static), modules_of(module))
+    graph.notes = _train_note(model)
+    return graph
+
+
+def _train_note(module: nn.Module) -> tuple[str, ...]:
+    trains = any(m.training for m in module.modules())
+    return ("the module was in train mode: a copy in eval mode was folded",) if trains else ()
+
+
 class TorchGraph:
     """An exported program, lifted."""
 
@@ -89,11 +104,9 @@ class ModuleGraph(TorchGraph):
     """A module comes back as its own class where its tree can say the folds, as a GraphModule otherwise."""
 
     def __init__(self, module: nn.Module, example_inputs: Any, keep_class: bool):
-        self._training = module.training
         self._keep_class = keep_class
         self._copy = eval_copy(module)
-        if any(m.training for m in module.modules()):
-            self.notes = ("the module was in train mode: a copy in eval mode was folded",)
+        self.notes = _train_note(module)
         super().__init__(capture(self._copy, as_inputs(example_inputs)), modules_of(self._copy))
         self._tree = Tree(self._copy, self.ep, self.lifted)
         self._in_tree = True

@@ -1,0 +1,486 @@
+"""Does the candidate compute what the reference computes? Both run on the same inputs; every output is compared.
+
+An error is a distance relative to the range of the output, max |reference|, on each batch by itself: float32 noise
+is 1e-6 of the range through a dozen layers and up to 4e-5 in real detectors, a fault of 1 % in one channel of one layer
+is 7e-3 of it, and both are unbounded relative to single elements near zero.
+
+Unfused float32 is no ground truth: where a running mean cancels most of a convolution, the *original* is off by 1e-3
+and the folded model is right. A torch reference therefore runs in float64 as well. With
+
+    E0 = distance(original, float64)    the floor: rounding errors of the original itself
+    E1 = distance(candidate, float64)   the error that is judged
+
+the candidate passes when E1 <= max(tolerance, 4 E0): two roundings of one computation differ in luck, by small
+factors. Where E0 is so large that float64 seems to compute something else, and where there is no float64 copy, the
+candidate is compared with the original directly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product, zip_longest
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import BnfoldError, UsageError
+from .evaluators import (
+    CPU,
+    Array,
+    Batch,
+    Dim,
+    Evaluator,
+    InputSpec,
+    Outputs,
+    check_providers,
+    evaluator,
+    first_line,
+    is_float,
+    is_onnx,
+)
+from .report import OutputCheck, Verdict
+
+TOLERANCES = {  # of the range; float32 stands between noise (4e-5) and a 1 % fault (7e-3), the others by their epsilon
+    "float64": 1e-9,
+    "complex128": 1e-9,
+    "float32": 1e-4,
+    "complex64": 1e-4,
+    "float16": 2e-2,
+    "bfloat16": 1e-1,
+}
+TIES = 1e-3  # share of integers and booleans that may differ: a near-tie under argmax or a threshold goes either way
+LUCK = 4.0  # how much unluckier than the original the candidate may round
+UNTRUSTED = 1e-2  # no original rounds worse: then float64 takes another branch, and cannot be the judge
+CHANNEL_SLACK, CHANNEL_RANGE = 20.0, 1e-2
+SMALLEST = {"float64": 2.0**-1022, "complex128": 2.0**-1022, "float16": 2.0**-14}  # normal numbers; else 2**-126
+SIZES = (64, 32, 224, 96, 128)  # for the dims that a model leaves open, until it runs
+BATCH = 2
+
+Shape = Sequence[int | str | None]
+Shapes = Mapping[str, Shape] | Sequence[Shape]
+
+
+def verify(
+    reference: Any,
+    candidate: Any,
+    batches: Iterable[Any] | None = None,
+    *,
+    providers: Sequence[str] = (CPU,),
+    tolerance: float | None = None,
+    shapes: Shapes | None = None,
+    seeds: Sequence[int] = (0, 1, 2),
+) -> Verdict:
+    """Compare two models: each an nn.Module (judged in evaluation mode, on a copy), an ExportedProgram, a ModelProto,
+    its bytes, or the path of an .onnx file.
+
+    Args:
+        reference: What is right. An ONNX reference runs on the CPU, where the CPU has kernels for it.
+        candidate: What is judged. An ONNX candidate runs on each provider in turn.
+        batches: Inputs: tuples in positional order, dicts by name, or single arrays. None makes one from each seed, in
+            turn noise, wide noise with an offset, and impulses at corners and borders on a constant; the second with
+            batch size 1 where that is free, the others with 2.
+        providers: onnxruntime providers.
+        tolerance: The limit for every output, in place of the one that follows from its type and from the floor.
+        shapes: Shapes of the inputs, by name or in order, where the models do not declare them; a string is a free dim.
+        seeds: What the inputs are made from.
+
+    Floating-point outputs are judged relative to their range (see the module), and where a float64 reference is at
+    hand, channel by channel too. Of an integer or boolean output, `error` is the share of elements that differ, and
+    1e-3 may: near-ties under an argmax go either way, while an output of fewer than 1000 elements has to be equal. NaN
+    and infinity must stand where the reference has them, infinity with the same sign. Shapes, types and the number of
+    outputs must agree.
+
+    Raises:
+        UsageError: no inputs to run on, inputs that do not fit, a provider that this onnxruntime does not have.
+        InvalidFileError: onnxruntime cannot load a model.
+
+    """
+    if is_onnx(reference) or is_onnx(candidate):
+        check_providers(providers)
+    original = _reference(reference, providers)
+    used = tuple(providers) if is_onnx(candidate) else ()
+    candidates = [evaluator(candidate, "candidate", p) for p in used] or [evaluator(candidate, "candidate")]
+    if batches is None:
+        runs = _made_runs(original, candidates[0], shapes, tuple(seeds))
+    else:
+        runs = _given_runs(original, batches)
+
+    judge = _Float64(original)
+    worst: list[OutputCheck] = []
+    notes: dict[str, None] = {}
+    for batch, expected in runs:
+        exact = judge.run(batch, expected)
+        for c in candidates:
+            actual = _run_candidate(c, batch)
+            names = _names(expected, actual, is_onnx(reference), is_onnx(candidate), notes)
+            checks = _compare(names, expected, exact, actual, tolerance)
+            worst = [_worse(*pair) for pair in zip_longest(worst, checks)]
+            if exact is not None and any(c.floor is None and not c.problem for c in checks):
+                notes["where float64 differs from the reference by more than rounding, the reference is the judge"] = (
+                    None
+                )
+    if not worst:
+        raise UsageError("nothing was compared: no batch, no seed, or a model that returns no tensor")
+    notes[judge.note] = None
+    return Verdict(
+        passed=all(_passes(c) for c in worst),
+        outputs=tuple(worst),
+        providers=used or ((CPU,) if is_onnx(reference) else ()),
+        seeds=tuple(seeds) if batches is None else (),
+        notes=tuple(n for n in notes if n),
+    )
+
+
+# --- running ----------------------------------------------------------------------------------------------------------
+
+
+def _reference(reference: Any, providers: Sequence[str]) -> Evaluator:
+    """The reference on the CPU; on another provider that was asked for where the CPU lacks a kernel (bfloat16)."""
+    others = [p for p in providers if p != CPU]
+    try:
+        return evaluator(reference, "reference")
+    except UsageError:
+        if not is_onnx(reference) or not others:
+            raise
+        return evaluator(reference, "reference", others[0])
+
+
+def _run_candidate(candidate: Evaluator, batch: Batch) -> Outputs:
+    try:
+        return candidate.run(batch)
+    except BnfoldError:
+        raise
+    except Exception as e:
+        raise UsageError(
+            f"the candidate does not run on {_describe(batch)}, on which the reference runs: {first_line(e)}; "
+            "if it is made for other inputs, pass them (--input)"
+        ) from e
+
+
+class _Float64:
+    """The reference in float64, for as long as that works; `note` says what became of it."""
+
+    def __init__(self, original: Evaluator) -> None:
+        self.note = "compared with the reference in its own precision"
+        self._original = original
+        self._exact: Evaluator | None = None
+        self._wanted = True
+
+    def run(self, batch: Batch, expected: Outputs) -> Outputs | None:
+        """What the reference computes in float64, or None."""
+        if not self._wanted or all(a.dtype in (np.float64, np.complex128) for _, a in expected):
+            return None
+        try:
+            self._exact = self._exact or self._original.in_float64()
+            exact = self._exact.run(batch) if self._exact is not None else None
+            problem = "" if exact is None or _same_form(exact, expected) else "its outputs have other shapes"
+        except Exception as e:
+            exact, problem = None, first_line(e)
+        if exact is None or problem:
+            self._wanted = False
+            self.note += f"; in float64 it does not run: {problem}" if problem else ""
+            return None
+        self.note = "compared with the reference run in float64"
+        return exact
+
+
+def _same_form(a: Outputs, b: Outputs) -> bool:
+    return [x.shape for _, x in a] == [x.shape for _, x in b]
+
+
+# --- inputs -----------------------------------------------------------------------------------------------------------
+
+
+def _given_runs(original: Evaluator, batches: Iterable[Any]) -> Iterator[tuple[Batch, Outputs]]:
+    if isinstance(batches, Mapping) or hasattr(batches, "shape"):
+        raise UsageError("batches: expected a sequence of batches, got a single one; put it into a list")
+    for i, given in enumerate(batches):
+        batch = given if isinstance(given, Mapping) else tuple(given) if isinstance(given, list | tuple) else (given,)
+        try:
+            yield batch, original.run(batch)
+        except BnfoldError:
+            raise
+        except Exception as e:
+            raise UsageError(f"the reference does not run on batch {i} ({_describe(batch)}): {first_line(e)}") from e
+
+
+def _made_runs(
+    original: Evaluator, candidate: Evaluator, shapes: Shapes | None, seeds: tuple[int, ...]
+) -> Iterator[tuple[Batch, Outputs]]:
+    """One batch for each seed, of the first sizes on which the reference runs."""
+    specs = _specs(original, candidate, shapes)
+    names = [s.name for s in specs]
+    # By position unless both know the names: a parameter of `forward` and an ONNX input are often called differently.
+    if original.inputs is None and candidate.inputs is None:
+        by_name = isinstance(shapes, Mapping)
+    else:
+        by_name = _knows(original, names) and _knows(candidate, names)
+    sizes = list(SIZES)
+    for i, seed in enumerate(seeds):
+        batch: Batch = ()
+        error: Exception | None = None
+        tried: set[tuple[tuple[int, ...], ...]] = set()
+        for count, size in product((1, BATCH) if i == 1 else (BATCH, 1), tuple(sizes)):
+            resolved = tuple(_resolve(specs, size, count))
+            if resolved in tried:
+                continue
+            tried.add(resolved)
+            rng = np.random.default_rng(seed)
+            arrays = tuple(_values(rng, s, shape, i % 3) for s, shape in zip(specs, resolved, strict=True))
+            batch = dict(zip(names, arrays, strict=True)) if by_name else arrays
+            try:
+                outputs = original.run(batch)
+            except BnfoldError:
+                raise
+            except Exception as e:
+                error = error or e
+                continue
+            sizes.sort(key=lambda s, good=size: s != good)
+            yield batch, outputs
+            break
+        else:
+            said = first_line(error) if error else "no inputs"
+            raise UsageError(
+                f"the reference does not run on made-up inputs, last {_describe(batch)}: {said}; "
+                "pass example inputs or their shapes (--input)"
+            ) from error
+
+
+def _knows(model: Evaluator, names: Sequence[str]) -> bool:
+    return model.inputs is not None and {i.name for i in model.inputs} <= set(names)
+
+
+def _specs(original: Evaluator, candidate: Evaluator, shapes: Shapes | None) -> list[InputSpec]:
+    """The inputs to make: as the reference declares them, else the candidate, with `shapes` in place of theirs.
+
+    A dim that the candidate fixes and the reference leaves open gets the candidate's size.
+    """
+    declared = original.inputs if original.inputs is not None else candidate.inputs
+    if shapes is not None:
+        specs = _with_shapes(declared, shapes, original)
+    elif declared is not None:
+        specs = list(declared)
+    else:
+        raise UsageError("the models do not say what inputs they take: pass example inputs or shapes (--input)")
+    others = candidate.inputs or ()
+    named = {o.name: o for o in others}
+    for i, spec in enumerate(specs):
+        other = named.get(spec.name) or (others[i] if len(others) == len(specs) else None)
+        if other is not None and len(other.shape) == len(spec.shape):
+            pairs = zip(spec.shape, other.shape, strict=True)
+            specs[i] = replace(spec, shape=tuple(b if isinstance(b, int) and not _fixed(a) else a for a, b in pairs))
+    return specs
+
+
+def _with_shapes(declared: Sequence[InputSpec] | None, shapes: Shapes, original: Evaluator) -> list[InputSpec]:
+    if declared is None:
+        items = shapes.items() if isinstance(shapes, Mapping) else ((f"input{i}", s) for i, s in enumerate(shapes))
+        return [InputSpec(name, original.float_type, tuple(shape)) for name, shape in items]
+    known = [d.name for d in declared]
+    if not isinstance(shapes, Mapping):
+        if len(shapes) != len(known):
+            raise UsageError(f"shapes: {len(shapes)} given, the model has {len(known)} inputs ({', '.join(known)})")
+        shapes = dict(zip(known, shapes, strict=True))
+    if unknown := [n for n in shapes if n not in known]:
+        raise UsageError(f"shapes: no input is called {', '.join(unknown)}; the model has {', '.join(known)}")
+    return [replace(d, shape=tuple(shapes.get(d.name, d.shape))) for d in declared]
+
+
+def _fixed(d: Dim) -> bool:
+    return isinstance(d, int) and d >= 0
+
+
+def _resolve(specs: Sequence[InputSpec], size: int, batch: int) -> Iterator[tuple[int, ...]]:
+    """Sizes for all dims. A free first dim is the batch; free dims of integer sequences are an eighth of the others;
+    equal symbols get equal sizes.
+    """
+    symbols: dict[str, int] = {}
+    ordered = sorted(specs, key=_sequence, reverse=True)  # they decide what a shared symbol is
+    for first in (True, False):
+        for spec in ordered:
+            for d in spec.shape[:1] if first else spec.shape[1:]:
+                if isinstance(d, str):
+                    low, high = spec.bounds.get(d, (1, 2**31))
+                    symbols.setdefault(d, min(max(_free(spec, first, size, batch), low), high))
+    for spec in specs:
+        yield tuple(
+            d if _fixed(d) else symbols[d] if isinstance(d, str) else _free(spec, axis == 0, size, batch)  # pyright: ignore[reportReturnType]
+            for axis, d in enumerate(spec.shape)
+        )
+
+
+def _free(spec: InputSpec, first: bool, size: int, batch: int) -> int:
+    if first:
+        return batch
+    return size // 8 if _sequence(spec) else size
+
+
+def _sequence(spec: InputSpec) -> bool:
+    return spec.dtype is not None and spec.dtype.kind in "iub" and len(spec.shape) < 3
+
+
+def _values(rng: np.random.Generator, spec: InputSpec, shape: tuple[int, ...], kind: int) -> Array:
+    if spec.dtype is None:
+        raise UsageError(f"input {spec.name} is no tensor of numbers: pass example inputs")
+    if not is_float(spec.dtype):
+        values = rng.integers(0, 2 if spec.dtype == np.bool_ else 8, shape)
+    elif kind == 2:
+        values = _impulses(rng, shape)
+    else:
+        noise = rng.standard_normal(shape)
+        values = noise if kind == 0 else np.clip(3 * noise + 1, -10, 10)
+    return np.asarray(values).astype(spec.dtype)
+
+
+def _impulses(rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float64]:
+    """A constant for each channel, on which a wrong bias shows, and ones at the corners and the middles of the edges,
+    on which a wrong border shows.
+    """
+    spatial = shape[2:] if len(shape) > 2 else shape[1:]
+    lead = shape[: len(shape) - len(spatial)]
+    values = np.broadcast_to(rng.uniform(0.25, 1.0, (*lead, *(1,) * len(spatial))), shape).copy()
+    for spot in product(*((0, n // 2, n - 1) for n in spatial)):
+        if any(p in (0, n - 1) for p, n in zip(spot, spatial, strict=True)):
+            values[(..., *spot)] = rng.choice((-1.0, 1.0), lead)
+    return values
+
+
+def _describe(batch: Batch) -> str:
+    named = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
+    sized = [f"{n}: {'x'.join(map(str, v.shape)) or 'scalar'}" for n, v in named if hasattr(v, "shape")]
+    return ", ".join(sized) or "no arrays"
+
+
+# --- comparing --------------------------------------------------------------------------------------------------------
+
+
+def _names(
+    expected: Outputs, actual: Outputs, by_reference: bool, by_candidate: bool, notes: dict[str, None]
+) -> list[str]:
+    """A name for each output: an ONNX file's where there is one, since a module's outputs have none."""
+    ours, theirs = [n for n, _ in expected], [n for n, _ in actual]
+    if by_reference and by_candidate and len(ours) == len(theirs) and ours != theirs:
+        notes[f"outputs are named {', '.join(theirs)} in the candidate, {', '.join(ours)} in the reference"] = None
+    first, second = (theirs, ours) if by_candidate and not by_reference else (ours, theirs)
+    return first + second[len(first) :]
+
+
+def _compare(
+    names: list[str], expected: Outputs, exact: Outputs | None, actual: Outputs, tolerance: float | None
+) -> list[OutputCheck]:
+    checks: list[OutputCheck] = []
+    for i, name in enumerate(names):
+        if i >= len(actual) or i >= len(expected):
+            who = "candidate" if i >= len(actual) else "reference"
+            checks.append(OutputCheck(name, math.inf, 0.0, problem=f"the {who} has no such output"))
+            continue
+        truth = exact[i][1] if exact is not None else None
+        checks.append(_check(name, expected[i][1], truth, actual[i][1], tolerance))
+    return checks
+
+
+def _check(name: str, original: Array, exact: Array | None, actual: Array, tolerance: float | None) -> OutputCheck:
+    floating = is_float(original.dtype)
+    base = tolerance if tolerance is not None else TOLERANCES.get(original.dtype.name, 1e-4) if floating else TIES
+    if problem := _mismatch(original, actual):
+        return OutputCheck(name, math.inf, base, problem=problem)
+    if not original.size:
+        return OutputCheck(name, 0.0, base, None if exact is None else 0.0)
+    finite = np.isfinite(original) if floating else np.ones(original.shape, bool)
+    total = np.max if floating else np.mean
+
+    floor: float | None = None
+    distance = _distance(original, actual, finite, original.dtype)
+    if exact is not None and (not floating or bool(np.isfinite(exact[finite]).all())):
+        own = float(total(_distance(exact, original, finite, original.dtype)))
+        if own <= max(UNTRUSTED, base):
+            floor, distance = own, _distance(exact, actual, finite, original.dtype)
+    error = float(total(distance))
+    limit = base if tolerance is not None or floor is None else max(base, LUCK * floor)
+    index = tuple(int(i) for i in np.unravel_index(int(np.argmax(distance)), distance.shape)) if error else None
+    channel = index[1] if index is not None and len(index) > 1 else None
+    problem = ""
+    if floating and floor is not None and exact is not None and error <= limit:
+        problem, channel, index = _check_channels(exact, finite, distance, base, floor) or ("", channel, index)
+    return OutputCheck(name, error, limit, floor, channel, index, problem)
+
+
+def _mismatch(original: Array, actual: Array) -> str:
+    """What rules out a comparison of numbers."""
+    if original.dtype != actual.dtype:
+        return f"type {actual.dtype.name}, the reference has {original.dtype.name}"
+    if original.shape != actual.shape:
+        return f"shape {list(actual.shape)}, the reference has {list(original.shape)}"
+    if not is_float(original.dtype):
+        return ""
+    nan = np.isnan(original) != np.isnan(actual)
+    infinite = (np.isinf(original) | np.isinf(actual)) & (original != actual)
+    if not (wrong := nan | infinite).any():
+        return ""
+    at = tuple(int(i) for i in np.argwhere(wrong)[0])
+    return f"{actual[at]} at {list(at)}, the reference has {original[at]} ({int(wrong.sum())} of {wrong.size} such)"
+
+
+def _distance(truth: Array, value: Array, finite: NDArray[np.bool_], dtype: np.dtype[Any]) -> NDArray[np.float64]:
+    """Element by element: |value - truth| relative to the range of the truth; 0 or 1 for integers.
+
+    An output that is zero throughout (or below the smallest normal number of its type) is judged absolutely.
+    """
+    if not is_float(dtype):
+        return (truth != value).astype(np.float64)
+    t, v = _wide(truth, finite), _wide(value, finite)
+    with np.errstate(over="ignore"):
+        return np.abs(v - t) / _range(t, dtype)
+
+
+def _range(truth: Array, dtype: np.dtype[Any]) -> float:
+    largest = float(np.abs(truth).max())
+    return largest if largest >= SMALLEST.get(dtype.name, 2.0**-126) else 1.0
+
+
+def _wide(values: Array, finite: NDArray[np.bool_]) -> Array:
+    """In float64, with zeros where the original is not finite (and the candidate therefore neither)."""
+    return np.where(finite, values.astype(np.complex128 if values.dtype.kind == "c" else np.float64), 0.0)
+
+
+def _check_channels(
+    exact: Array, finite: NDArray[np.bool_], distance: NDArray[np.float64], base: float, floor: float
+) -> tuple[str, int, tuple[int, ...]] | None:
+    """A fault that hides in a channel of small range, or None. Channels lie along axis 1.
+
+    A channel's own limit is 20 tolerances of its own range, taken as 1 % of the output's at least: 2e-5 of the output's
+    range in float32, above the noise of a well-conditioned network (1.4e-6). Where noise leaks from large channels
+    into small ones by cancellation, float64 has measured it: four floors always pass.
+    """
+    if exact.ndim < 2 or exact.shape[1] < 2:
+        return None
+    others = tuple(a for a in range(exact.ndim) if a != 1)
+    size = np.abs(_wide(exact, finite))
+    relative = np.maximum(size.max(axis=others) / (size.max() or 1.0), CHANNEL_RANGE)
+    limits = np.maximum(CHANNEL_SLACK * base * relative, LUCK * floor)
+    errors = distance.max(axis=others)
+    c = int(np.argmax(errors / np.maximum(limits, 1e-300)))
+    if errors[c] <= limits[c]:
+        return None
+    inside = distance[:, c]
+    at = [int(i) for i in np.unravel_index(int(np.argmax(inside)), inside.shape)]
+    text = f"channel {c}, of small range, is off by {errors[c]:.1e}; for a channel like it {limits[c]:.1e} may be"
+    return text, c, (at[0], c, *at[1:])
+
+
+def _passes(check: OutputCheck) -> bool:
+    return not check.problem and check.error <= check.limit
+
+
+def _worse(a: OutputCheck | None, b: OutputCheck | None) -> OutputCheck:
+    """The check that says more against the candidate."""
+
+    def badness(c: OutputCheck | None) -> tuple[bool, bool, float]:
+        return (False, False, -1.0) if c is None else (bool(c.problem), not _passes(c), c.error / max(c.limit, 1e-300))
+
+    worse = b if badness(b) > badness(a) else a
+    assert worse is not None  # one of the two batches had this output
+    return worse

@@ -1,0 +1,351 @@
+"""The commands. Each parses, calls the library, renders the report and returns a documented exit code.
+
+Everything heavy is imported inside the commands: `bnfold --help` imports neither torch nor onnx.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from bnfold.report import Report
+
+app = typer.Typer(
+    name="bnfold",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Fold batch normalization out of trained networks, verified, with a reason for every norm that stays.",
+    epilog="Exit codes: 0 done; 1 internal error; 2 wrong usage; 3 not equivalent; 4 normalizations remain "
+    "(--require-all); 5 statistics drifted; 6 a file is missing, invalid or unsafe, or cannot be written.",
+)
+
+Source = Annotated[Path, typer.Argument(metavar="FILE", help="A checkpoint (.pt, .pth, .safetensors, .pt2) or .onnx.")]
+Output = Annotated[Path | None, typer.Option("--output", "-o", metavar="PATH", help="Where to write.")]
+Factory = Annotated[
+    str | None,
+    typer.Option("--factory", metavar="MODULE:CALLABLE", help="Builds the network a state dict belongs to."),
+]
+FactoryArg = Annotated[
+    list[str] | None,
+    typer.Option("--factory-arg", metavar="KEY=VALUE", help="Keyword for the factory (repeatable)."),
+]
+TrustPickle = Annotated[
+    bool, typer.Option("--trust-pickle", help="Allow the file to run code while loading. Only for files you trust.")
+]
+Input = Annotated[
+    list[str] | None,
+    typer.Option("--input", "-i", metavar="SHAPE", help="1x3x224x224, name=1x3x224x224 or ids=1x16:int64 (repeatable)."),
+]
+Only = Annotated[
+    list[str] | None, typer.Option("--only", metavar="PATTERN", help="Fold only norms whose name matches (repeatable).")
+]
+Skip = Annotated[
+    list[str] | None, typer.Option("--skip", metavar="PATTERN", help="Keep norms whose name matches (repeatable).")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+RequireAll = Annotated[bool, typer.Option("--require-all", help="Exit 4, and write nothing, when a norm remains.")]
+KeepBroken = Annotated[
+    bool, typer.Option("--keep-broken", help="Keep norms with NaN or infinite statistics instead of exiting 6.")
+]
+Freeze = Annotated[
+    bool, typer.Option("--freeze-initializers", help="ONNX: initializers that are also inputs are constants.")
+]
+Respect = Annotated[
+    bool, typer.Option("--respect-inputs", help="ONNX: never take a listed initializer as a constant.")
+]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite an existing output.")]
+InPlace = Annotated[bool, typer.Option("--in-place", help="Allow the output to be the input file.")]
+Tolerance = Annotated[
+    float | None, typer.Option("--tolerance", metavar="X", help="Allowed error, relative to each output's range.")
+]
+NoVerify = Annotated[bool, typer.Option("--no-verify", help="Write without checking against the source.")]
+
+
+@app.command()
+def export(
+    file: Source,
+    output: Output = None,
+    input: Input = None,
+    factory: Factory = None,
+    factory_arg: FactoryArg = None,
+    trust_pickle: TrustPickle = False,
+    only: Only = None,
+    skip: Skip = None,
+    require_all: RequireAll = False,
+    keep_broken: KeepBroken = False,
+    freeze_initializers: Freeze = False,
+    respect_inputs: Respect = False,
+    static: Annotated[bool, typer.Option("--static", help="Pin all dimensions; else the batch stays free.")] = False,
+    opset: Annotated[int | None, typer.Option("--opset", metavar="N", help="ONNX opset of the file.")] = None,
+    input_name: Annotated[
+        list[str] | None, typer.Option("--input-name", metavar="NAME", help="Name of an input, in order (repeatable).")
+    ] = None,
+    output_name: Annotated[
+        list[str] | None, typer.Option("--output-name", metavar="NAME", help="Name of an output, in order (repeatable).")
+    ] = None,
+    tolerance: Tolerance = None,
+    no_verify: NoVerify = False,
+    force: Force = False,
+    in_place: InPlace = False,
+    json: Json = False,
+) -> None:
+    """Turn a checkpoint into a folded ONNX file that was checked against it."""
+    from .render import Screen
+
+    with Screen(json) as screen:
+        from bnfold.exporter import export as run_export
+
+        result = run_export(
+            file,
+            output,
+            example_inputs=_example_inputs(input),
+            verify=not no_verify,
+            factory=factory,
+            factory_args=_factory_args(factory_arg),
+            trust_pickle=trust_pickle,
+            only=only,
+            skip=skip,
+            freeze_initializers=freeze_initializers,
+            respect_inputs=respect_inputs,
+            keep_broken=keep_broken,
+            require_all=require_all,
+            static=static,
+            opset=opset,
+            input_names=input_name,
+            output_names=output_name,
+            tolerance=tolerance,
+            force=force,
+            in_place=in_place,
+            progress=screen.step,
+        )
+        screen.show(result.report)
+
+
+@app.command()
+def fold(
+    file: Source,
+    output: Output = None,
+    only: Only = None,
+    skip: Skip = None,
+    require_all: RequireAll = False,
+    keep_broken: KeepBroken = False,
+    freeze_initializers: Freeze = False,
+    respect_inputs: Respect = False,
+    trust_pickle: TrustPickle = False,
+    tolerance: Tolerance = None,
+    no_verify: NoVerify = False,
+    force: Force = False,
+    in_place: InPlace = False,
+    json: Json = False,
+) -> None:
+    """Fold an .onnx or .pt2 file into another of its kind (without -o: model.folded.onnx beside it)."""
+    from .render import Screen
+
+    with Screen(json) as screen:
+        from bnfold.refolding import fold_file
+
+        report = fold_file(
+            file,
+            output,
+            verify=not no_verify,
+            only=only,
+            skip=skip,
+            freeze_initializers=freeze_initializers,
+            respect_inputs=respect_inputs,
+            keep_broken=keep_broken,
+            require_all=require_all,
+            trust_pickle=trust_pickle,
+            tolerance=tolerance,
+            force=force,
+            in_place=in_place,
+            progress=screen.step,
+        )
+        screen.show(report)
+
+
+@app.command()
+def inspect(
+    file: Source,
+    input: Input = None,
+    factory: Factory = None,
+    factory_arg: FactoryArg = None,
+    trust_pickle: TrustPickle = False,
+    only: Only = None,
+    skip: Skip = None,
+    freeze_initializers: Freeze = False,
+    respect_inputs: Respect = False,
+    json: Json = False,
+) -> None:
+    """Show every normalization, what folding would do with it, and why one would stay. Changes nothing."""
+    from .render import Screen
+
+    with Screen(json) as screen:
+        from bnfold.checkpoint import load_detailed
+        from bnfold.transform import plan
+
+        screen.step(f"loading {file.name}")
+        loaded = load_detailed(
+            file, factory=factory, factory_args=_factory_args(factory_arg), trust_pickle=trust_pickle
+        )
+        screen.step("planning")
+        if loaded.kind == "state-dict":
+            loaded.model.eval()
+        report = plan(
+            loaded.model,
+            _example_inputs(input),
+            only=only,
+            skip=skip,
+            freeze_initializers=freeze_initializers,
+            respect_inputs=respect_inputs,
+        )
+        screen.show(report.with_(notes=(*loaded.notes, *report.notes)), planned=True)
+
+
+@app.command()
+def verify(
+    reference: Annotated[Path, typer.Argument(metavar="REFERENCE", help="What is right: a checkpoint or .onnx.")],
+    candidate: Annotated[Path, typer.Argument(metavar="CANDIDATE", help="What is judged: an .onnx or a checkpoint.")],
+    input: Input = None,
+    factory: Factory = None,
+    factory_arg: FactoryArg = None,
+    trust_pickle: TrustPickle = False,
+    provider: Annotated[
+        list[str] | None, typer.Option("--provider", metavar="NAME", help="cpu, cuda, … (repeatable; default cpu).")
+    ] = None,
+    tolerance: Tolerance = None,
+    json: Json = False,
+) -> None:
+    """Compare two models on seeded inputs, relative to each output's range. Exit 3 when they differ."""
+    from .render import Screen
+
+    with Screen(json) as screen:
+        from bnfold.errors import NotEquivalentError
+        from bnfold.report import Report
+        from bnfold.verification import verify as run_verify
+
+        models = [
+            _runnable(path, factory, factory_arg, trust_pickle, screen.step) for path in (reference, candidate)
+        ]
+        screen.step("verifying")
+        verdict = run_verify(
+            *models, shapes=_shapes(input), providers=_providers(provider), tolerance=tolerance
+        )
+        report = Report(verdict=verdict)
+        if not verdict.passed:
+            raise NotEquivalentError(f"{candidate} does not compute what {reference} computes", report)
+        screen.show(report)
+
+
+@app.command()
+def explain(
+    reason: Annotated[str | None, typer.Argument(metavar="REASON", help="A reason; all of them when left out.")] = None,
+    json: Json = False,
+) -> None:
+    """Say what a reason means and what would change it."""
+    from .render import Screen
+
+    with Screen(json) as screen:
+        from bnfold.errors import UsageError
+        from bnfold.report import REASONS, Reason
+
+        if reason is not None and reason not in list(Reason):
+            import difflib
+
+            near = ", ".join(difflib.get_close_matches(reason, list(Reason), 3)) or "see `bnfold explain`"
+            raise UsageError(f"there is no reason {reason!r}: {near}")
+        screen.reasons({r: d for r, d in REASONS.items() if reason in (None, r)})
+
+
+# ---------------------------------------------------------------------- arguments
+
+
+def _factory_args(items: list[str] | None) -> dict[str, Any]:
+    from bnfold.checkpoint import parse_factory_args
+
+    return parse_factory_args(items or [])
+
+
+def _example_inputs(texts: list[str] | None) -> Any:
+    """Input specs; tensors are made from them once the model is known."""
+    if not texts:
+        return None
+    from bnfold.inputs import parse_inputs
+
+    return parse_inputs(texts)
+
+
+def _shapes(texts: list[str] | None) -> Any:
+    specs = _example_inputs(texts)
+    if specs is None:
+        return None
+    return {s.name: s.shape for s in specs} if specs[0].name else [s.shape for s in specs]
+
+
+def _providers(names: list[str] | None) -> tuple[str, ...]:
+    short = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider", "tensorrt": "TensorrtExecutionProvider"}
+    return tuple(short.get(n.lower(), n) for n in names) if names else ("CPUExecutionProvider",)
+
+
+def _runnable(
+    path: Path, factory: str | None, factory_arg: list[str] | None, trust_pickle: bool, step: Callable[[str], None]
+) -> Any:
+    """An .onnx stays a path, so that onnxruntime reads it; anything else is loaded."""
+    from bnfold.checkpoint import load_detailed
+
+    step(f"loading {path.name}")
+    onnx = path.suffix.lower() == ".onnx"
+    loaded = load_detailed(
+        path,
+        factory=None if onnx else factory,
+        factory_args={} if onnx else _factory_args(factory_arg),
+        trust_pickle=trust_pickle,
+    )
+    return path if loaded.kind == "onnx" else loaded.model
+
+
+# ---------------------------------------------------------------------- the process
+
+
+class Exit(Enum):
+    """Exit codes that are not carried by an error."""
+
+    DONE = 0
+    INTERNAL = 1
+
+
+def run(argv: list[str] | None = None) -> None:
+    """Run the program and exit with a documented code."""
+    from bnfold.errors import BnfoldError
+
+    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        app(args=arguments, prog_name="bnfold")
+    except BnfoldError as e:
+        _fail(e, e.exit_code, "--json" in arguments, e.report)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(Exit.DONE.value)
+    except Exception as e:
+        if os.environ.get("BNFOLD_DEBUG"):
+            raise
+        lines = str(e).strip().splitlines()
+        text = f"internal error: {type(e).__name__}: {lines[0] if lines else ''} (BNFOLD_DEBUG=1 shows where)"
+        _fail(Exception(text), Exit.INTERNAL.value, "--json" in arguments, None)
+
+
+def _fail(error: Exception, code: int, json: bool, report: Report | None) -> None:
+    from .render import show_error
+
+    show_error(" ".join(str(error).split()), code, json, report)
+    sys.exit(code)

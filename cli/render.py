@@ -1,0 +1,229 @@
+"""Reports as people read them: rich tables on a terminal, plain lines in a pipe, one JSON object with --json."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from bnfold.report import Doc, Fold, OutputCheck, Reason, Report, Verdict
+
+WIDTH = 100
+LONGEST_LIST = 200  # rows of a table on a terminal; --json is complete
+
+
+class Screen:
+    """Progress on stderr while work goes on, the result on stdout at the end."""
+
+    def __init__(self, as_json: bool):
+        self._json = as_json
+        self._progress: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> Screen:
+        if sys.stderr.isatty() and not self._json:
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+            columns = (BarColumn(bar_width=20), TextColumn("{task.description}"), TimeElapsedColumn())
+            self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def step(self, name: str) -> None:
+        """Say which step has begun."""
+        if self._progress is None:
+            return
+        if self._task is not None:
+            self._progress.remove_task(self._task)
+        self._task = self._progress.add_task(name, total=None)
+
+    def show(self, report: Report, planned: bool = False) -> None:
+        """Print the report; `planned` words it as what would be done."""
+        self.__exit__(None, None, None)
+        show_report(report, self._json, planned)
+
+    def reasons(self, reasons: dict[Reason, Doc]) -> None:
+        """Print what reasons mean."""
+        self.__exit__(None, None, None)
+        if self._json:
+            rows = {str(r): {"meaning": d.meaning, "remedy": d.remedy} for r, d in reasons.items()}
+            print(json.dumps({"schema": 1, "reasons": rows}, indent=2))
+            return
+        for r, d in reasons.items():
+            print(f"{r}\n  {d.meaning}\n  {d.remedy}")
+
+
+def show_error(message: str, code: int, as_json: bool, report: Report | None) -> None:
+    """One line on stderr; with --json the object on stdout says it too, beside the report so far."""
+    if as_json:
+        found = report.to_dict() if report is not None else {"schema": 1}
+        print(json.dumps({**found, "error": {"message": message, "exit_code": code}}, indent=2))
+    elif report is not None:
+        show_report(report, False, planned=False)
+    print(f"bnfold: {message}", file=sys.stderr)
+
+
+def show_report(report: Report, as_json: bool, planned: bool) -> None:
+    """The whole report on stdout."""
+    if as_json:
+        print(report.to_json())
+        return
+    if sys.stdout.isatty():
+        _pretty(report, planned)
+    else:
+        _plain(report, planned)
+
+
+# ---------------------------------------------------------------------- plain lines
+
+
+def _plain(report: Report, planned: bool) -> None:
+    for note in report.notes:
+        print(f"note: {note}")
+    if report.norms or report.verdict is None:
+        print(_summary(report, planned))
+    for f in report.folded:
+        print(f"folded  {f.norm}  ->  {_into(f)}")
+    for f in report.affine:
+        print(f"folded  {f.norm} (constant {f.op})  ->  {_into(f)}")
+    for k in report.kept:
+        for r in k.reasons:
+            print(f"kept    {k.norm}  {r.reason}: {r.detail} [{r.at}]")
+    if report.verdict is not None:
+        for o in report.verdict.outputs:
+            print(f"output  {o.name}  {_numbers(o)}")
+        print(_judgement(report.verdict))
+    for line in _files(report):
+        print(line)
+
+
+def _summary(report: Report, planned: bool) -> str:
+    ops = Counter(n.op for n in report.norms)
+    kinds = ", ".join(f"{n} {op}" for op, n in ops.most_common())
+    found = f"{len(report.norms)} normalizations ({kinds})" if report.norms else "no normalizations"
+    verb = "would fold" if planned else "folded"
+    constant = f", {len(report.affine)} constant operations {verb}" if report.affine else ""
+    return f"{found}: {len(report.folded)} {verb}, {len(report.kept)} {'would stay' if planned else 'kept'}{constant}"
+
+
+def _into(f: Fold) -> str:
+    way = f" through {', '.join(f.through)}" if f.through else ""
+    return f"{', '.join(f.into)} ({f.direction}{way})"
+
+
+def _numbers(o: OutputCheck) -> str:
+    if o.problem:
+        return o.problem
+    floor = "" if o.floor is None else f", original's own {o.floor:.1e}"
+    return f"error {o.error:.1e} of its range (limit {o.limit:.1e}{floor})"
+
+
+def _judgement(v: Verdict) -> str:
+    where = ", ".join(p.removesuffix("ExecutionProvider") for p in v.providers)
+    on = f"onnxruntime {where}" if where else "the given inputs"
+    return f"{'equivalent' if v.passed else 'NOT equivalent'} on {on}" + "".join(f"; {n}" for n in v.notes)
+
+
+def _files(report: Report) -> list[str]:
+    source = next((f for f in report.files if f.role == "source"), None)
+    lines: list[str] = []
+    for f in report.files:
+        if f.role == "source":
+            continue
+        before = f" (source {_size(source.bytes)})" if source is not None else ""
+        lines.append(f"wrote {f.path}  {_size(f.bytes)}{before}")
+    if report.bytes_added:
+        lines.append(f"{_size(report.bytes_added)} were added by weights that other layers still need as they were")
+    return lines
+
+
+def _size(n: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if n < 1000 or unit == "GB":
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1000
+    raise AssertionError
+
+
+# ---------------------------------------------------------------------- a terminal
+
+
+def _pretty(report: Report, planned: bool) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(highlight=False)
+    console.width = min(console.width, WIDTH)
+    for note in report.notes:
+        console.print(f"[dim]{escape(note)}[/dim]")
+    if report.folded or report.affine:
+        _table(console, _folds(report, planned))
+    if report.kept:
+        _table(console, _kept(report, planned))
+    if report.norms or report.verdict is None:
+        console.print(f"[bold]{escape(_summary(report, planned))}[/bold]")
+    if report.verdict is not None:
+        v = report.verdict
+        _table(console, _outputs(v))
+        console.print(f"[bold {'green' if v.passed else 'red'}]{escape(_judgement(v))}[/]")
+    for line in _files(report):
+        console.print(escape(line))
+
+
+def _new_table(title: str, *columns: str) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for c in columns:
+        table.add_column(c, overflow="fold")
+    return table
+
+
+def _table(console: Console, table: Table) -> None:
+    console.print(table)
+
+
+def _folds(report: Report, planned: bool) -> Table:
+    from rich.markup import escape
+
+    table = _new_table("would fold" if planned else "folded", "normalization", "into", "direction", "through")
+    rows = [*report.folded, *report.affine]
+    for f in rows[:LONGEST_LIST]:
+        table.add_row(escape(f.norm or f.op), escape(", ".join(f.into)), f.direction, escape(", ".join(f.through)))
+    if len(rows) > LONGEST_LIST:
+        table.add_row(f"… {len(rows) - LONGEST_LIST} more, see --json", "", "", "")
+    return table
+
+
+def _kept(report: Report, planned: bool) -> Table:
+    from rich.markup import escape
+
+    table = _new_table("would stay" if planned else "kept", "normalization", "reason", "at", "")
+    for k in report.kept[:LONGEST_LIST]:
+        for i, r in enumerate(k.reasons):
+            table.add_row(escape(k.norm) if i == 0 else "", f"[yellow]{r.reason}[/yellow]", escape(r.at), escape(r.detail))
+    if len(report.kept) > LONGEST_LIST:
+        table.add_row(f"… {len(report.kept) - LONGEST_LIST} more, see --json", "", "", "")
+    return table
+
+
+def _outputs(v: Verdict) -> Table:
+    from rich.markup import escape
+
+    table = _new_table("verification", "output", "error", "limit", "original's own", "")
+    for o in v.outputs:
+        floor = "" if o.floor is None else f"{o.floor:.1e}"
+        table.add_row(escape(o.name), f"{o.error:.1e}", f"{o.limit:.1e}", floor, escape(o.problem))
+    return table
