@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from bnfold.errors import InvalidFileError, UsageError
+from .errors import InvalidFileError, UsageError
 
 if TYPE_CHECKING:
     import onnx
@@ -239,7 +239,7 @@ def _read_program(path: Path, trust_pickle: bool) -> ExportedProgram:
         try:
             program = torch.export.load(copy)
         except Exception as error:
-            cause = _line(logged[-1] if logged else error)
+            cause = _line(logged[-1] if logged and type(error) is RuntimeError else error)
             raise InvalidFileError(
                 f"{path}: torch {torch.__version__} cannot read this program ({cause}); export it again with it"
             ) from None

@@ -1,8 +1,9 @@
 """Does the candidate compute what the reference computes? Both run on the same inputs; every output is compared.
 
 An error is a distance relative to the range of the output, max |reference|, on each batch by itself: float32 noise
-is 1e-6 of the range through a dozen layers and up to 4e-5 in real detectors, a fault of 1 % in one channel of one layer
-is 7e-3 of it, and both are unbounded relative to single elements near zero.
+is 1e-6 of the range through a dozen layers and up to 4e-5 in real models, a fault of 1 % in one channel of one layer
+is 7e-3 of it (less where a small gamma damps the channel: what stays below the tolerance is not found). Relative to
+single elements near zero both are unbounded.
 
 Unfused float32 is no ground truth: where a running mean cancels most of a convolution, the *original* is off by 1e-3
 and the folded model is right. A torch reference therefore runs in float64 as well. With
@@ -52,8 +53,11 @@ TOLERANCES = {  # of the range; float32 stands between noise (4e-5) and a 1 % fa
     "bfloat16": 1e-1,
 }
 TIES = 1e-3  # share of integers and booleans that may differ: a near-tie under argmax or a threshold goes either way
-LUCK = 4.0  # how much unluckier than the original the candidate may round
-UNTRUSTED = 1e-2  # no original rounds worse: then float64 takes another branch, and cannot be the judge
+# How much unluckier than the original the candidate may round. Of 1000 right folds of random nets whose scales span 12
+# decades 13 were unluckier, all with floors above 1e-5; six torchvision networks with random statistics stay below
+# 1.3, at floors up to 7e-7.
+LUCK = 4.0
+UNTRUSTED = 1e-2  # a larger floor: float64 takes another branch, or the original is mostly rounding error
 CHANNEL_SLACK, CHANNEL_RANGE = 20.0, 1e-2
 SMALLEST = {"float64": 2.0**-1022, "complex128": 2.0**-1022, "float16": 2.0**-14}  # normal numbers; else 2**-126
 SIZES = (64, 32, 224, 96, 128)  # for the dims that a model leaves open, until it runs
@@ -119,9 +123,7 @@ def verify(
             checks = _compare(names, expected, exact, actual, tolerance)
             worst = [_worse(*pair) for pair in zip_longest(worst, checks)]
             if exact is not None and any(c.floor is None and not c.problem for c in checks):
-                notes["where float64 differs from the reference by more than rounding, the reference is the judge"] = (
-                    None
-                )
+                notes["where float64 is more than 1e-2 off the reference, the reference is the judge"] = None
     if not worst:
         raise UsageError("nothing was compared: no batch, no seed, or a model that returns no tensor")
     notes[judge.note] = None

@@ -495,7 +495,8 @@ def config(members: dict[str, bytes]) -> bytes:
 def older(members: dict[str, bytes], **changed: Any) -> dict[str, bytes]:
     """The program in the layout that torch wrote before 2.8."""
     x = torch.randn(2, 3, 8, 8)
-    parts = {"state_dict": WEIGHTS, "constants": {}, "example_inputs": ((x,), {}), **changed}
+    weights = {k: v if k in dict(net().named_buffers()) else nn.Parameter(v) for k, v in WEIGHTS.items()}
+    parts = {"state_dict": weights, "constants": {}, "example_inputs": ((x,), {}), **changed}
     document = next(data for name, data in members.items() if name.endswith("models/model.json"))
     version = json.loads(document)["schema_version"]
     return {
@@ -605,6 +606,8 @@ def test_program_damaged(program, tmp_path):
     assert "damaged" in refusal(file)
     file.write_bytes(zipped(edited(program, lambda d: d.pop("graph_module", None))))
     assert "cannot read this program" in refusal(file)
+    file.write_bytes(zipped(edited(program, lambda d: "major" in d and d.update(major=99))))
+    assert "schema version" in refusal(file)
     file.write_bytes(zipped(program))
     assert "leave out --factory" in refusal(file, UsageError, factory=Net)
 

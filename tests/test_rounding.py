@@ -170,9 +170,9 @@ def test_exact_ties_go_to_even(target, count, subnormal):
 
 def ties_missed_by_division(rng, target):
     """s is the float64 nearest to (a midpoint) / w, or one of its neighbours."""
-    w = odd(rng, target.precision, 3000)
-    s = odd(rng, target.precision + 1, 3000) / w
-    return w, np.choose(rng.integers(0, 3, 3000), [s, np.nextafter(s, 0), np.nextafter(s, INF)])
+    w = odd(rng, target.precision, 2000)
+    s = odd(rng, target.precision + 1, 2000) / w
+    return w, np.choose(rng.integers(0, 3, 2000), [s, np.nextafter(s, 0), np.nextafter(s, INF)])
 
 
 def ties_missed_by_inverse(rng, target):
@@ -187,8 +187,8 @@ def ties_missed_by_inverse(rng, target):
 
 def ties_missed_by_division_of_three(rng, target):
     """t is the float64 nearest to (a midpoint) / (w * s)."""
-    w, s = odd(rng, target.precision, 3000), rng.random(3000) + 0.5
-    return w, s, odd(rng, target.precision + 1, 3000) / (w * s)
+    w, s = odd(rng, target.precision, 2000), rng.random(2000) + 0.5
+    return w, s, odd(rng, target.precision + 1, 2000) / (w * s)
 
 
 def ties_missed_by_quartics(rng, target):
