@@ -74,8 +74,10 @@ class Evaluator(Protocol):
         ...
 
 
-def evaluator(model: Any, role: str, provider: str = CPU) -> Evaluator:
+def evaluator(model: Any, role: str, provider: str = CPU, watch: Sequence[str] = ()) -> Evaluator:
     """The adapter for `model`; `role` names it in messages, `provider` is where onnxruntime runs it.
+
+    `watch` names inner values of an ONNX model that are returned behind its outputs.
 
     Raises InvalidFileError when onnxruntime cannot load it, UsageError when the provider cannot run it.
     """
@@ -84,7 +86,7 @@ def evaluator(model: Any, role: str, provider: str = CPU) -> Evaluator:
     if _is_a(model, "torch.export", "ExportedProgram"):
         return ProgramEvaluator(model, role)
     if is_onnx(model):
-        return OnnxEvaluator(model, role, provider)
+        return OnnxEvaluator(model, role, provider, watch)
     raise UsageError(
         f"{role}: cannot run a {type(model).__name__}; pass an nn.Module, an ExportedProgram, a ModelProto, its bytes "
         "or the path of an .onnx file"
@@ -118,8 +120,8 @@ class OnnxEvaluator:
 
     float_type = DTYPES["float32"]
 
-    def __init__(self, model: Any, role: str, provider: str = CPU) -> None:
-        self._role, self._session = role, _session(model, role, provider)
+    def __init__(self, model: Any, role: str, provider: str = CPU, watch: Sequence[str] = ()) -> None:
+        self._role, self._session = role, _session(model, role, provider, watch)
         self.inputs = tuple(
             InputSpec(i.name, DTYPES.get(i.type[len("tensor(") : -1]), tuple(_dim(d) for d in i.shape))
             for i in self._session.get_inputs()
@@ -168,11 +170,11 @@ def check_providers(providers: Sequence[str]) -> None:
         )
 
 
-def _session(model: Any, role: str, provider: str) -> Any:
+def _session(model: Any, role: str, provider: str, watch: Sequence[str]) -> Any:
     import onnxruntime as ort
 
     name = f"{role} {os.fspath(model)}" if isinstance(model, str | os.PathLike) else role
-    source, folder = _source(model, name)
+    source, folder = _source(model, name, watch)
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 4
@@ -190,7 +192,7 @@ def _session(model: Any, role: str, provider: str) -> Any:
     return session
 
 
-def _source(model: Any, name: str) -> tuple[str | bytes, str]:
+def _source(model: Any, name: str, watch: Sequence[str]) -> tuple[str | bytes, str]:
     """What onnxruntime is to load, and the folder of its external data where that is not beside a path.
 
     A BatchNormalization with empty names at the end of its outputs ends the process in onnxruntime 1.32, at every
@@ -204,8 +206,9 @@ def _source(model: Any, name: str) -> tuple[str | bytes, str]:
             proto: Any = onnx.load(path, load_external_data=False)
         else:
             proto = onnx.load_from_string(model) if isinstance(model, bytes) else model
-        if any(_trailing(n) for n in _norms(proto)):
+        if watch or any(_trailing(n) for n in _norms(proto)):
             proto = copy.deepcopy(proto)
+            proto.graph.output.extend(onnx.ValueInfoProto(name=n) for n in watch)
             for node in _norms(proto):
                 del node.output[len(node.output) - _trailing(node) :]
             return proto.SerializeToString(), "" if path is None else str(path.absolute().parent)

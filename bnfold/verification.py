@@ -19,7 +19,7 @@ candidate is compared with the original directly.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product, zip_longest
 from typing import Any
@@ -43,6 +43,7 @@ from .evaluators import (
     is_onnx,
 )
 from .report import OutputCheck, Verdict
+from .saturation import LEAST_RANGE, saturated_outputs
 
 TOLERANCES = {  # of the range; float32 stands between noise (4e-5) and a 1 % fault (7e-3), the others by their epsilon
     "float64": 1e-9,
@@ -60,7 +61,7 @@ LUCK = 4.0
 UNTRUSTED = 1e-2  # a larger floor: float64 takes another branch, or the original is mostly rounding error
 CHANNEL_SLACK, CHANNEL_RANGE = 20.0, 1e-2
 SMALLEST = {"float64": 2.0**-1022, "complex128": 2.0**-1022, "float16": 2.0**-14}  # normal numbers; else 2**-126
-SIZES = (64, 32, 224, 96, 128)  # for the dims that a model leaves open, until it runs
+SIZES = (64, 32, 224, 96, 128, 512)  # for the dims that a model leaves open, until it runs
 BATCH = 2
 
 Shape = Sequence[int | str | None]
@@ -104,9 +105,11 @@ def verify(
     """
     if is_onnx(reference) or is_onnx(candidate):
         check_providers(providers)
-    original = _reference(reference, providers)
+    saturated = saturated_outputs(reference, candidate) if is_onnx(reference) and is_onnx(candidate) else ()
+    watch = [s.before for s in saturated]
+    original = _reference(reference, providers, watch)
     used = tuple(providers) if is_onnx(candidate) else ()
-    candidates = [evaluator(candidate, "candidate", p) for p in used] or [evaluator(candidate, "candidate")]
+    candidates = [evaluator(candidate, "candidate", p, watch) for p in used] or [evaluator(candidate, "candidate")]
     if batches is None:
         runs = _made_runs(original, candidates[0], shapes, tuple(seeds))
     else:
@@ -119,8 +122,10 @@ def verify(
         exact = judge.run(batch, expected)
         for c in candidates:
             actual = _run_candidate(c, batch)
-            names = _names(expected, actual, is_onnx(reference), is_onnx(candidate), notes)
-            checks = _compare(names, expected, exact, actual, tolerance)
+            ends = [r[: len(r) - len(watch)] for r in (expected, actual)]
+            names = _names(*ends, is_onnx(reference), is_onnx(candidate), notes)
+            names += [f"{s.before} (before {s.op})" for s in saturated]
+            checks = _compare(names, expected, exact, actual, tolerance, {s.output for s in saturated})
             worst = [_worse(*pair) for pair in zip_longest(worst, checks)]
             if exact is not None and any(c.floor is None and not c.problem for c in checks):
                 notes["where float64 is more than 1e-2 off the reference, the reference is the judge"] = None
@@ -139,15 +144,15 @@ def verify(
 # --- running ----------------------------------------------------------------------------------------------------------
 
 
-def _reference(reference: Any, providers: Sequence[str]) -> Evaluator:
+def _reference(reference: Any, providers: Sequence[str], watch: Sequence[str]) -> Evaluator:
     """The reference on the CPU; on another provider that was asked for where the CPU lacks a kernel (bfloat16)."""
     others = [p for p in providers if p != CPU]
     try:
-        return evaluator(reference, "reference")
+        return evaluator(reference, "reference", watch=watch)
     except UsageError:
         if not is_onnx(reference) or not others:
             raise
-        return evaluator(reference, "reference", others[0])
+        return evaluator(reference, "reference", others[0], watch)
 
 
 def _run_candidate(candidate: Evaluator, batch: Batch) -> Outputs:
@@ -371,7 +376,12 @@ def _names(
 
 
 def _compare(
-    names: list[str], expected: Outputs, exact: Outputs | None, actual: Outputs, tolerance: float | None
+    names: list[str],
+    expected: Outputs,
+    exact: Outputs | None,
+    actual: Outputs,
+    tolerance: float | None,
+    saturated: Collection[str],
 ) -> list[OutputCheck]:
     checks: list[OutputCheck] = []
     for i, name in enumerate(names):
@@ -380,11 +390,14 @@ def _compare(
             checks.append(OutputCheck(name, math.inf, 0.0, problem=f"the {who} has no such output"))
             continue
         truth = exact[i][1] if exact is not None else None
-        checks.append(_check(name, expected[i][1], truth, actual[i][1], tolerance))
+        least = LEAST_RANGE if name in saturated else 0.0
+        checks.append(_check(name, expected[i][1], truth, actual[i][1], tolerance, least))
     return checks
 
 
-def _check(name: str, original: Array, exact: Array | None, actual: Array, tolerance: float | None) -> OutputCheck:
+def _check(
+    name: str, original: Array, exact: Array | None, actual: Array, tolerance: float | None, least: float
+) -> OutputCheck:
     floating = is_float(original.dtype)
     base = tolerance if tolerance is not None else TOLERANCES.get(original.dtype.name, 1e-4) if floating else TIES
     if problem := _mismatch(original, actual):
@@ -395,11 +408,11 @@ def _check(name: str, original: Array, exact: Array | None, actual: Array, toler
     total = np.max if floating else np.mean
 
     floor: float | None = None
-    distance = _distance(original, actual, finite, original.dtype)
+    distance = _distance(original, actual, finite, original.dtype, least)
     if exact is not None and (not floating or bool(np.isfinite(exact[finite]).all())):
-        own = float(total(_distance(exact, original, finite, original.dtype)))
+        own = float(total(_distance(exact, original, finite, original.dtype, least)))
         if own <= max(UNTRUSTED, base):
-            floor, distance = own, _distance(exact, actual, finite, original.dtype)
+            floor, distance = own, _distance(exact, actual, finite, original.dtype, least)
     error = float(total(distance))
     limit = base if tolerance is not None or floor is None else max(base, LUCK * floor)
     index = tuple(int(i) for i in np.unravel_index(int(np.argmax(distance)), distance.shape)) if error else None
@@ -426,8 +439,10 @@ def _mismatch(original: Array, actual: Array) -> str:
     return f"{actual[at]} at {list(at)}, the reference has {original[at]} ({int(wrong.sum())} of {wrong.size} such)"
 
 
-def _distance(truth: Array, value: Array, finite: NDArray[np.bool_], dtype: np.dtype[Any]) -> NDArray[np.float64]:
-    """Element by element: |value - truth| relative to the range of the truth; 0 or 1 for integers.
+def _distance(
+    truth: Array, value: Array, finite: NDArray[np.bool_], dtype: np.dtype[Any], least: float
+) -> NDArray[np.float64]:
+    """Element by element: |value - truth| relative to the range of the truth (`least` or more); 0 or 1 for integers.
 
     An output that is zero throughout (or below the smallest normal number of its type) is judged absolutely.
     """
@@ -435,7 +450,7 @@ def _distance(truth: Array, value: Array, finite: NDArray[np.bool_], dtype: np.d
         return (truth != value).astype(np.float64)
     t, v = _wide(truth, finite), _wide(value, finite)
     with np.errstate(over="ignore"):
-        return np.abs(v - t) / _range(t, dtype)
+        return np.abs(v - t) / max(_range(t, dtype), least)
 
 
 def _range(truth: Array, dtype: np.dtype[Any]) -> float:

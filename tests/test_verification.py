@@ -17,7 +17,7 @@ from torch import nn
 
 from bnfold.errors import InvalidFileError, UsageError
 from bnfold.report import Report, Verdict
-from bnfold.verify import verify
+from bnfold.verification import verify
 
 
 def f32(*values):
@@ -219,7 +219,7 @@ def test_onnx_needs_no_torch(tmp_path):
     onnx.save(conv(), tmp_path / "a.onnx")
     code = f"""
         import sys
-        from bnfold.verify import verify
+        from bnfold.verification import verify
         assert verify({str(tmp_path / "a.onnx")!r}, open({str(tmp_path / "a.onnx")!r}, "rb").read())
         assert "torch" not in sys.modules
     """
@@ -640,7 +640,7 @@ SQUARE = model("y = MatMul(x, w)", "float[N,M] x", "float[N,4] y", w=np.ones((3,
 X = np.ones((2, 8), np.float32)
 USAGE = {
     "no inputs known": (nn.ReLU(), nn.ReLU(), {}, r"pass example inputs or shapes \(--input\)"),
-    "no size fits": (SQUARE, SQUARE, {}, r"made-up inputs, last x: 1x128: .*--input"),
+    "no size fits": (SQUARE, SQUARE, {}, r"made-up inputs, last x: 1x512: .*--input"),
     "no size fits the candidate": (
         model("y = Relu(x)", "float[N,M] x"),
         SQUARE,
@@ -692,3 +692,22 @@ def test_shapes_settle_what_the_file_leaves_open():
 def test_strings_are_compared():
     text = model("y = Identity(x)", "string[N] x", "string[N] y")
     assert isinstance(judged(text, text, True, batches=[np.array(["a", "b"])]), Verdict)
+
+
+def saturating(bias):
+    """A sigmoid far down its tail, where a rounding error of its input is large beside the output's range."""
+    constants = {"w": np.full((8, 8), 1e-3, np.float32), "b": np.full(8, bias, np.float32)}
+    return model("z = MatMul(x, w)  s = Add(z, b)  y = Sigmoid(s)", **constants)
+
+
+SATURATED = {
+    "rounding in the tail passes": (-12.0, -12.0 * (1 + 4e-5), True),
+    "a fault before the sigmoid fails": (-12.0, -12.2, False),
+}
+
+
+@pytest.mark.parametrize(("ours", "theirs", "passes"), SATURATED.values(), ids=SATURATED)
+def test_saturated_outputs_are_judged_before_the_saturation(ours, theirs, passes):
+    verdict = verify(saturating(ours), saturating(theirs))
+    assert [o.name for o in verdict.outputs] == ["y", "s (before Sigmoid)"]
+    assert verdict.passed is passes
