@@ -93,9 +93,7 @@ def export(
     else:
         source, example_inputs, found = _inputs(source, example_inputs)
         notes += found
-        candidate, report = _to_onnx(
-            source, example_inputs, selection, static, opset, input_names, output_names, step
-        )
+        candidate, report = _to_onnx(source, example_inputs, selection, static, opset, input_names, output_names, step)
     report = report.with_(notes=(*notes, *report.notes))
     if candidate.ByteSize() > LARGEST_FILE:
         raise InvalidFileError(f"{target}: the model is over 2 GB, which one ONNX file cannot hold")

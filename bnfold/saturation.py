@@ -35,10 +35,14 @@ def _found(model: Any) -> list[Saturated]:
     if proto is None:
         return []
     results = {o.name for o in proto.graph.output}
+    ends = [n for n in proto.graph.node if n.op_type in SATURATING and n.domain in ("", "ai.onnx")]
     return [
         Saturated(n.output[0], n.op_type, n.input[0])
         for n in proto.graph.node
-        if n.op_type in SATURATING and n.domain in ("", "ai.onnx") and n.output[0] in results and n.input[0] not in results
+        if n.op_type in SATURATING
+        and n.domain in ("", "ai.onnx")
+        and n.output[0] in results
+        and n.input[0] not in results
     ]
 
 
