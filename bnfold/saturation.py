@@ -38,11 +38,8 @@ def _found(model: Any) -> list[Saturated]:
     ends = [n for n in proto.graph.node if n.op_type in SATURATING and n.domain in ("", "ai.onnx")]
     return [
         Saturated(n.output[0], n.op_type, n.input[0])
-        for n in proto.graph.node
-        if n.op_type in SATURATING
-        and n.domain in ("", "ai.onnx")
-        and n.output[0] in results
-        and n.input[0] not in results
+        for n in ends
+        if n.output[0] in results and n.input[0] not in results
     ]
 
 
