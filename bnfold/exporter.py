@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import glob
+import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +15,9 @@ from .checkpoint import load_detailed
 from .errors import InvalidFileError, NotEquivalentError, RemainingNormsError, UsageError
 from .files import check_output, default_output, staged
 from .graphs.port import is_onnx, is_path
-from .report import FileInfo, Fold, Report, Verdict
-from .transform import fold, planned
+from .inputs import inputs_for, is_specs, shapes_of
+from .report import FileInfo, Fold, Reason, Report, Verdict
+from .transform import fold, plan, planned
 from .verification import verify as verify_models
 
 Progress = Callable[[str], None]
@@ -60,7 +64,8 @@ def export(
     Args:
         source: A path (state dict with `factory`, pickled module, .pt2, .onnx) or the model itself.
         output: Where to write; `model.pt` becomes `model.onnx` beside it. Needed when `source` is no path.
-        example_inputs: As for `fold`, or a tuple of `inputs.InputSpec`; inferred where possible when left out.
+        example_inputs: As for `fold`, or a tuple of `inputs.InputSpec`; inferred where possible when left out. What
+            declares its inputs itself (ONNX, an ExportedProgram) is verified on inputs of the shapes of such specs.
         verify: Compare the file with the source in onnxruntime before it appears at its path.
         static: Pin all dimensions; otherwise dimension 0 stays free where the model allows it.
         opset: ONNX opset version; torch's default when left out.
@@ -83,7 +88,10 @@ def export(
         if loaded.kind == "state-dict":
             source.eval()  # its training flag is the factory's, not a fact about the checkpoint
         notes += loaded.notes
-    selection: dict[str, Any] = dict(only=only, skip=skip, keep_broken=keep_broken)
+    selection: dict[str, Any] = {"only": only, "skip": skip, "keep_broken": keep_broken}
+    shapes = None
+    if is_specs(example_inputs) and (is_onnx(source) or _is_program(source)):
+        shapes, example_inputs = shapes_of(example_inputs), None
     if is_onnx(source):
         if opset or static or input_names or output_names:
             raise UsageError("--opset, --static and names apply to torch models; the source is an ONNX file already")
@@ -91,17 +99,23 @@ def export(
         folded = fold(source, freeze_initializers=freeze_initializers, respect_inputs=respect_inputs, **selection)
         candidate, report = folded.model, folded.report
     else:
-        source, example_inputs, found = _inputs(source, example_inputs)
+        inputs, found = (None, ()) if _is_program(source) else inputs_for(source, example_inputs)
         notes += found
-        candidate, report = _to_onnx(source, example_inputs, selection, static, opset, input_names, output_names, step)
+        candidate, report = _to_onnx(source, inputs, selection, static, opset, input_names, output_names, step)
     report = report.with_(notes=(*notes, *report.notes))
     if candidate.ByteSize() > LARGEST_FILE:
         raise InvalidFileError(f"{target}: the model is over 2 GB, which one ONNX file cannot hold")
-    checks: dict[str, Any] = dict(verify=verify, require_all=require_all, tolerance=tolerance, progress=progress)
+    checks = {
+        "verify": verify,
+        "require_all": require_all,
+        "tolerance": tolerance,
+        "shapes": shapes,
+        "progress": progress,
+    }
+    files = [FileInfo("source", str(path), path.stat().st_size)] if path is not None else []
     with staged(target) as temporary:
         temporary.write_bytes(candidate.SerializeToString())
         report = judged(source, temporary, report, target, checks, providers)
-    files = [FileInfo("source", str(path), path.stat().st_size)] if path is not None else []
     report = report.with_(files=(*files, FileInfo("output", str(target), target.stat().st_size)))
     return Exported(target, report, report.verdict)
 
@@ -116,7 +130,8 @@ def judged(
 ) -> Report:
     """The report with the verdict on the candidate; raises when it does not pass, so that nothing is written.
 
-    `checks` holds `verify`, `require_all`, `tolerance` and `progress` as `export` takes them.
+    `checks` holds `verify`, `require_all`, `tolerance` and `progress` as `export` takes them, and may hold the
+    `shapes` of the inputs to verify on.
     """
     if checks["require_all"] and report.kept:
         raise RemainingNormsError(_remaining(report), report)
@@ -126,7 +141,9 @@ def judged(
         same = Verdict(True, (), (), (), notes=("nothing folded: the model is the source, field by field",))
         return report.with_(verdict=same)
     (checks["progress"] or (lambda _: None))("verifying")
-    verdict = verify_models(source, candidate, providers=providers, tolerance=checks["tolerance"])
+    verdict = verify_models(
+        source, candidate, providers=providers, tolerance=checks["tolerance"], shapes=checks.get("shapes")
+    )
     report = report.with_(verdict=verdict)
     if not verdict.passed:
         raise NotEquivalentError(_difference(target, verdict), report)
@@ -141,24 +158,9 @@ def _target(path: Path | None, output: Any) -> Path:
     return default_output(path, "export")
 
 
-def _inputs(source: Any, example_inputs: Any) -> tuple[Any, Any, list[str]]:
-    """The source with example inputs: given, its own, or inferred."""
-    from torch.export import ExportedProgram
-
-    from .inputs import InputSpec, infer_inputs, make_inputs
-
-    if isinstance(example_inputs, tuple) and example_inputs and isinstance(example_inputs[0], InputSpec):
-        module = source if hasattr(source, "parameters") else None
-        return source, make_inputs(example_inputs, module), []
-    if example_inputs is not None:
-        return source, example_inputs, []
-    if isinstance(source, ExportedProgram):
-        if source.example_inputs is None:
-            return source, None, []
-        args, kwargs = source.example_inputs
-        return source, (kwargs if kwargs and not args else args), []
-    inferred = infer_inputs(source)
-    return source, inferred.inputs, [inferred.note]
+def _is_program(source: Any) -> bool:
+    """Whether the source is an ExportedProgram, without importing torch for it."""
+    return type(source).__module__.startswith("torch.export") and type(source).__name__ == "ExportedProgram"
 
 
 def _to_onnx(
@@ -177,16 +179,29 @@ def _to_onnx(
     step("capturing the graph")
     graph = program_graph(source, example_inputs, static=static)
     step("folding")
-    plan = planned(graph, **selection)
-    program, added = graph.apply(plan)
-    report = plan.report.with_(bytes_added=added)
+    planning = planned(graph, **selection)
+    program, added = graph.apply(planning)
+    report = planning.report.with_(bytes_added=added)
     step("writing ONNX with torch.onnx")
     model = _exported(program, opset, input_names, output_names)
-    if report.kept:
+    if late := _late(report, model):
         step("folding what is left in ONNX")
-        rest = fold(model, **{**selection, "only": None, "skip": None, "keep_broken": True})
-        model, report = rest.model, _joined(report, rest.report, selection)
+        rest = fold(model, only=[glob.escape(n) for n in late], keep_broken=True)
+        model, report = rest.model, _joined(report, rest.report, late)
     return model, report
+
+
+def _late(report: Report, model: Any) -> dict[str, str]:
+    """The norms that torch's graph could not fold though they were selected: from their names in ONNX to ours.
+
+    A module that is called more than once is left out, for its calls cannot be told apart by their scopes.
+    """
+    open_ones = {k.norm for k in report.kept if all(r.reason is not Reason.EXCLUDED for r in k.reasons)}
+    if not open_ones:
+        return {}
+    norms = plan(model).norms
+    calls = Counter(n.module for n in norms)
+    return {n.norm: n.module for n in norms if n.module in open_ones and calls[n.module] == 1}
 
 
 def _exported(program: Any, opset: int | None, inputs: Sequence[str] | None, outputs: Sequence[str] | None) -> Any:
@@ -194,7 +209,10 @@ def _exported(program: Any, opset: int | None, inputs: Sequence[str] | None, out
 
     from .graphs.torch_capture import quiet
 
+    converter = logging.getLogger("onnxscript")  # it logs a traceback where it fails, and keeps the other opset
+    level = converter.level
     try:
+        converter.setLevel(logging.CRITICAL)
         with quiet():
             exported = torch.onnx.export(
                 program,
@@ -208,10 +226,23 @@ def _exported(program: Any, opset: int | None, inputs: Sequence[str] | None, out
     except Exception as e:
         first = (str(e).strip().splitlines() or [type(e).__name__])[0]
         raise InvalidFileError(f"torch.onnx cannot write this model: {first}") from e
+    finally:
+        converter.setLevel(level)
     assert exported is not None
     model = exported.model_proto
+    _check_asked(model, opset, inputs or (), outputs or ())
     _name_batch(model)
     return model
+
+
+def _check_asked(model: Any, opset: int | None, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+    """torch.onnx passes over an opset it cannot reach, and over names that are too many; here they are wrong usage."""
+    written = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), opset)
+    if opset is not None and written != opset:
+        raise UsageError(f"--opset {opset}: torch.onnx could only write opset {written}; leave it out, or try another")
+    for option, names, values in (("input", inputs, model.graph.input), ("output", outputs, model.graph.output)):
+        if len(names) > len(values):
+            raise UsageError(f"--{option}-name: {len(names)} given, but the model's {option}s number {len(values)}")
 
 
 def _name_batch(model: Any) -> None:
@@ -227,14 +258,14 @@ def _name_batch(model: Any) -> None:
                 dim.dim_param = symbol.sub("batch", dim.dim_param)
 
 
-def _joined(report: Report, rest: Report, selection: dict[str, Any]) -> Report:
+def _joined(report: Report, rest: Report, late: Mapping[str, str]) -> Report:
     """The torch report with norms that only the ONNX graph could fold moved from kept to folded."""
-    modules = {n.norm: n.module for n in rest.norms}
-    late = {modules.get(f.norm or ""): f for f in rest.folded}
-    folded = [Fold(k.norm, late[k.norm].into, late[k.norm].through, late[k.norm].direction, k.op)
-              for k in report.kept if k.norm in late]  # fmt: skip
-    kept = tuple(k for k in report.kept if k.norm not in late)
-    return report.with_(folded=(*report.folded, *folded), kept=kept)
+    found = {late[f.norm]: f for f in rest.folded if f.norm and f.norm in late}
+    ops = {k.norm: k.op for k in report.kept}
+    folded = [Fold(name, f.into, f.through, f.direction, ops[name]) for name, f in found.items()]
+    kept = tuple(k for k in report.kept if k.norm not in found)
+    added = report.bytes_added + rest.bytes_added
+    return report.with_(folded=(*report.folded, *folded), kept=kept, bytes_added=added)
 
 
 def _remaining(report: Report) -> str:

@@ -11,7 +11,8 @@ from .errors import UsageError
 
 SIDES = (224, 256, 384, 64, 32)  # image sizes that are tried, in this order
 LENGTHS = (1024, 16000, 256, 64)  # signal lengths, likewise
-_SPEC = re.compile(r"(?:(?P<name>[A-Za-z_][\w.]*)=)?(?P<shape>\d+(?:x\d+)*|scalar)(?::(?P<dtype>\w+))?")
+_SIZE = r"0*[1-9]\d*"
+_SPEC = re.compile(rf"(?:(?P<name>[A-Za-z_][\w.]*)=)?(?P<shape>{_SIZE}(?:x{_SIZE})*|scalar)(?::(?P<dtype>\w+))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,26 @@ def parse_inputs(texts: Iterable[str]) -> tuple[InputSpec, ...]:
     if named and len(named) != len(specs):
         raise UsageError("--input: name all inputs or none")
     return tuple(specs)
+
+
+def shapes_of(specs: Sequence[InputSpec]) -> dict[str, tuple[int, ...]] | list[tuple[int, ...]]:
+    """The shapes by name where the specs are named, else in order, as `verify` takes them."""
+    return {s.name or "": s.shape for s in specs} if specs[0].name else [s.shape for s in specs]
+
+
+def inputs_for(module: Any, given: Any = None) -> tuple[Any, tuple[str, ...]]:
+    """Example inputs for a module, and notes: those that were given (specs or tensors), else inferred ones."""
+    if is_specs(given):
+        return make_inputs(given, module), ()
+    if given is not None:
+        return given, ()
+    inferred = infer_inputs(module)
+    return inferred.inputs, (inferred.note,)
+
+
+def is_specs(given: Any) -> bool:
+    """Whether these are specs and not yet tensors."""
+    return isinstance(given, tuple) and bool(given) and isinstance(given[0], InputSpec)
 
 
 def make_inputs(specs: Sequence[InputSpec], like: Any = None) -> tuple[Any, ...] | dict[str, Any]:

@@ -32,10 +32,20 @@ def fold_file(
     in_place: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Report:
-    """Fold a file; without `output`, `model.onnx` becomes `model.folded.onnx` beside it. Raises as `export` does."""
-    target = output or default_output(source, "fold")
-    common: dict[str, Any] = dict(verify=verify, only=only, skip=skip, keep_broken=keep_broken, require_all=require_all,
-                                  tolerance=tolerance, progress=progress)  # fmt: skip
+    """Fold a file; without `output`, `model.onnx` becomes `model.folded.onnx` beside it, or itself with `in_place`.
+
+    Raises as `export` does.
+    """
+    target = output or (source if in_place else default_output(source, "fold"))
+    common: dict[str, Any] = {
+        "verify": verify,
+        "only": only,
+        "skip": skip,
+        "keep_broken": keep_broken,
+        "require_all": require_all,
+        "tolerance": tolerance,
+        "progress": progress,
+    }
     if target.suffix.lower() != ".pt2":
         check_output(target, source, force=force, in_place=in_place)
         loaded = load_detailed(source, trust_pickle=trust_pickle)
@@ -61,9 +71,10 @@ def _fold_program(
 
     step("folding")
     folded = fold(loaded.model, only=common["only"], skip=common["skip"], keep_broken=common["keep_broken"])
+    size = source.stat().st_size  # before it is overwritten, if it is
     with staged(target) as temporary:
         with temporary.open("wb") as f:
             torch.export.save(folded.model, f)
         report = judged(loaded.model, folded.model, folded.report, target, common)
-    sizes = FileInfo("source", str(source), source.stat().st_size), FileInfo("output", str(target), target.stat().st_size)
-    return report.with_(notes=(*loaded.notes, *report.notes), files=sizes)
+    files = FileInfo("source", str(source), size), FileInfo("output", str(target), target.stat().st_size)
+    return report.with_(notes=(*loaded.notes, *report.notes), files=files)

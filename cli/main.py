@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from enum import Enum
+from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,9 +17,11 @@ import typer
 if TYPE_CHECKING:
     from bnfold.report import Report
 
+    from .render import Screen
+
 app = typer.Typer(
     name="bnfold",
-    no_args_is_help=True,
+    rich_markup_mode=None,  # plain help takes 0.15 s, with rich it is 0.3 s
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -28,8 +30,12 @@ app = typer.Typer(
     "(--require-all); 5 statistics drifted; 6 a file is missing, invalid or unsafe, or cannot be written.",
 )
 
-Source = Annotated[Path, typer.Argument(metavar="FILE", help="A checkpoint (.pt, .pth, .safetensors, .pt2) or .onnx.")]
-Output = Annotated[Path | None, typer.Option("--output", "-o", metavar="PATH", help="Where to write.")]
+# readable=False: typer does not look whether files can be read; our readers do, and exit with 6
+Source = Annotated[
+    Path,
+    typer.Argument(metavar="FILE", readable=False, help="A checkpoint (.pt, .pth, .safetensors, .pt2) or .onnx."),
+]
+Output = Annotated[Path | None, typer.Option("--output", "-o", metavar="PATH", readable=False, help="Where to write.")]
 Factory = Annotated[
     str | None,
     typer.Option("--factory", metavar="MODULE:CALLABLE", help="Builds the network a state dict belongs to."),
@@ -43,7 +49,9 @@ TrustPickle = Annotated[
 ]
 Input = Annotated[
     list[str] | None,
-    typer.Option("--input", "-i", metavar="SHAPE", help="1x3x224x224, name=1x3x224x224 or ids=1x16:int64 (repeatable)."),
+    typer.Option(
+        "--input", "-i", metavar="SHAPE", help="1x3x224x224, name=1x3x224x224 or ids=1x16:int64 (repeatable)."
+    ),
 ]
 Only = Annotated[
     list[str] | None, typer.Option("--only", metavar="PATTERN", help="Fold only norms whose name matches (repeatable).")
@@ -59,11 +67,11 @@ KeepBroken = Annotated[
 Freeze = Annotated[
     bool, typer.Option("--freeze-initializers", help="ONNX: initializers that are also inputs are constants.")
 ]
-Respect = Annotated[
-    bool, typer.Option("--respect-inputs", help="ONNX: never take a listed initializer as a constant.")
-]
+Respect = Annotated[bool, typer.Option("--respect-inputs", help="ONNX: never take a listed initializer as a constant.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite an existing output.")]
-InPlace = Annotated[bool, typer.Option("--in-place", help="Allow the output to be the input file.")]
+InPlace = Annotated[
+    bool, typer.Option("--in-place", help="Allow the output to be the input (fold: without -o, it is).")
+]
 Tolerance = Annotated[
     float | None, typer.Option("--tolerance", metavar="X", help="Allowed error, relative to each output's range.")
 ]
@@ -90,7 +98,8 @@ def export(
         list[str] | None, typer.Option("--input-name", metavar="NAME", help="Name of an input, in order (repeatable).")
     ] = None,
     output_name: Annotated[
-        list[str] | None, typer.Option("--output-name", metavar="NAME", help="Name of an output, in order (repeatable).")
+        list[str] | None,
+        typer.Option("--output-name", metavar="NAME", help="Name of an output, in order (repeatable)."),
     ] = None,
     tolerance: Tolerance = None,
     no_verify: NoVerify = False,
@@ -98,12 +107,13 @@ def export(
     in_place: InPlace = False,
     json: Json = False,
 ) -> None:
-    """Turn a checkpoint into a folded ONNX file that was checked against it."""
+    """Turn a checkpoint into a folded ONNX file, checked against it."""
     from .render import Screen
 
     with Screen(json) as screen:
         from bnfold.exporter import export as run_export
 
+        _warn_of(trust_pickle, screen, file)
         result = run_export(
             file,
             output,
@@ -147,12 +157,13 @@ def fold(
     in_place: InPlace = False,
     json: Json = False,
 ) -> None:
-    """Fold an .onnx or .pt2 file into another of its kind (without -o: model.folded.onnx beside it)."""
+    """Fold an .onnx or .pt2 file. Without -o, model.onnx becomes model.folded.onnx beside it."""
     from .render import Screen
 
     with Screen(json) as screen:
         from bnfold.refolding import fold_file
 
+        _warn_of(trust_pickle, screen, file)
         report = fold_file(
             file,
             output,
@@ -185,35 +196,45 @@ def inspect(
     respect_inputs: Respect = False,
     json: Json = False,
 ) -> None:
-    """Show every normalization, what folding would do with it, and why one would stay. Changes nothing."""
+    """Show what folding would do, and why a norm would stay. Changes nothing."""
     from .render import Screen
 
     with Screen(json) as screen:
         from bnfold.checkpoint import load_detailed
+        from bnfold.inputs import inputs_for
         from bnfold.transform import plan
 
+        _warn_of(trust_pickle, screen, file)
+        specs = _example_inputs(input)
         screen.step(f"loading {file.name}")
         loaded = load_detailed(
             file, factory=factory, factory_args=_factory_args(factory_arg), trust_pickle=trust_pickle
         )
-        screen.step("planning")
         if loaded.kind == "state-dict":
             loaded.model.eval()
+        inputs, notes = None, ()
+        if loaded.kind in ("state-dict", "module"):
+            inputs, notes = inputs_for(loaded.model, specs)
+        screen.step("planning")
         report = plan(
             loaded.model,
-            _example_inputs(input),
+            inputs,
             only=only,
             skip=skip,
             freeze_initializers=freeze_initializers,
             respect_inputs=respect_inputs,
         )
-        screen.show(report.with_(notes=(*loaded.notes, *report.notes)), planned=True)
+        screen.show(report.with_(notes=(*loaded.notes, *notes, *report.notes)), planned=True)
 
 
 @app.command()
 def verify(
-    reference: Annotated[Path, typer.Argument(metavar="REFERENCE", help="What is right: a checkpoint or .onnx.")],
-    candidate: Annotated[Path, typer.Argument(metavar="CANDIDATE", help="What is judged: an .onnx or a checkpoint.")],
+    reference: Annotated[
+        Path, typer.Argument(metavar="REFERENCE", readable=False, help="What is right: a checkpoint or .onnx.")
+    ],
+    candidate: Annotated[
+        Path, typer.Argument(metavar="CANDIDATE", readable=False, help="What is judged: an .onnx or a checkpoint.")
+    ],
     input: Input = None,
     factory: Factory = None,
     factory_arg: FactoryArg = None,
@@ -224,7 +245,7 @@ def verify(
     tolerance: Tolerance = None,
     json: Json = False,
 ) -> None:
-    """Compare two models on seeded inputs, relative to each output's range. Exit 3 when they differ."""
+    """Compare two models on seeded inputs. Exit 3 when an output differs, relative to its range."""
     from .render import Screen
 
     with Screen(json) as screen:
@@ -232,13 +253,11 @@ def verify(
         from bnfold.report import Report
         from bnfold.verification import verify as run_verify
 
-        models = [
-            _runnable(path, factory, factory_arg, trust_pickle, screen.step) for path in (reference, candidate)
-        ]
+        _warn_of(trust_pickle, screen, reference, candidate)
+        shapes = _shapes(input)
+        models = [_runnable(path, factory, factory_arg, trust_pickle, screen.step) for path in (reference, candidate)]
         screen.step("verifying")
-        verdict = run_verify(
-            *models, shapes=_shapes(input), providers=_providers(provider), tolerance=tolerance
-        )
+        verdict = run_verify(*models, shapes=shapes, providers=_providers(provider), tolerance=tolerance)
         report = Report(verdict=verdict)
         if not verdict.passed:
             raise NotEquivalentError(f"{candidate} does not compute what {reference} computes", report)
@@ -260,8 +279,10 @@ def explain(
         if reason is not None and reason not in list(Reason):
             import difflib
 
-            near = ", ".join(difflib.get_close_matches(reason, list(Reason), 3)) or "see `bnfold explain`"
-            raise UsageError(f"there is no reason {reason!r}: {near}")
+            near = " or ".join(difflib.get_close_matches(reason, list(Reason), 3))
+            raise UsageError(
+                f"there is no reason {reason!r}: {(near and f'did you mean {near}?') or 'see `bnfold explain`'}"
+            )
         screen.reasons({r: d for r, d in REASONS.items() if reason in (None, r)})
 
 
@@ -269,7 +290,7 @@ def explain(
 
 
 def _factory_args(items: list[str] | None) -> dict[str, Any]:
-    from bnfold.checkpoint import parse_factory_args
+    from bnfold.factories import parse_factory_args
 
     return parse_factory_args(items or [])
 
@@ -284,15 +305,21 @@ def _example_inputs(texts: list[str] | None) -> Any:
 
 
 def _shapes(texts: list[str] | None) -> Any:
+    from bnfold.inputs import shapes_of
+
     specs = _example_inputs(texts)
-    if specs is None:
-        return None
-    return {s.name: s.shape for s in specs} if specs[0].name else [s.shape for s in specs]
+    return None if specs is None else shapes_of(specs)
 
 
 def _providers(names: list[str] | None) -> tuple[str, ...]:
     short = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider", "tensorrt": "TensorrtExecutionProvider"}
     return tuple(short.get(n.lower(), n) for n in names) if names else ("CPUExecutionProvider",)
+
+
+def _warn_of(trust_pickle: bool, screen: Screen, *files: Path) -> None:
+    if trust_pickle:
+        names = " and ".join(str(f) for f in files)
+        screen.warn(f"--trust-pickle lets {names} run code while it is read")
 
 
 def _runnable(
@@ -315,11 +342,13 @@ def _runnable(
 # ---------------------------------------------------------------------- the process
 
 
-class Exit(Enum):
-    """Exit codes that are not carried by an error."""
+class Exit(IntEnum):
+    """Exit codes that no error of bnfold carries."""
 
     DONE = 0
     INTERNAL = 1
+    USAGE = 2
+    INTERRUPTED = 130  # as shells have it: 128 and the number of SIGINT
 
 
 def run(argv: list[str] | None = None) -> None:
@@ -327,25 +356,28 @@ def run(argv: list[str] | None = None) -> None:
     from bnfold.errors import BnfoldError
 
     arguments = sys.argv[1:] if argv is None else argv
+    code: int = Exit.DONE if arguments else Exit.USAGE
     try:
-        app(args=arguments, prog_name="bnfold")
+        if app(args=arguments or ["--help"], prog_name="bnfold", standalone_mode=False) == Exit.INTERRUPTED:
+            raise KeyboardInterrupt  # typer turns it into its own Exit
     except BnfoldError as e:
-        _fail(e, e.exit_code, "--json" in arguments, e.report)
+        code = _fail(str(e), e.exit_code, arguments, e.report)
     except KeyboardInterrupt:
-        sys.exit(130)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(Exit.DONE.value)
+        code = _fail("interrupted", Exit.INTERRUPTED, arguments)
     except Exception as e:
-        if os.environ.get("BNFOLD_DEBUG"):
+        if (wrong_usage := getattr(e, "format_message", None)) is not None:  # click's, or of the copy inside typer
+            code = _fail(f"{wrong_usage()} (-h lists what there is)", Exit.USAGE, arguments)
+        elif os.environ.get("BNFOLD_DEBUG"):
             raise
-        lines = str(e).strip().splitlines()
-        text = f"internal error: {type(e).__name__}: {lines[0] if lines else ''} (BNFOLD_DEBUG=1 shows where)"
-        _fail(Exception(text), Exit.INTERNAL.value, "--json" in arguments, None)
+        else:
+            first = next(iter(str(e).strip().splitlines()), "")
+            text = f"internal error: {type(e).__name__}: {first} (BNFOLD_DEBUG=1 shows where)"
+            code = _fail(text, Exit.INTERNAL, arguments)
+    sys.exit(code)
 
 
-def _fail(error: Exception, code: int, json: bool, report: Report | None) -> None:
+def _fail(message: str, code: int, arguments: list[str], report: Report | None = None) -> int:
     from .render import show_error
 
-    show_error(" ".join(str(error).split()), code, json, report)
-    sys.exit(code)
+    show_error(" ".join(message.split()), code, "--json" in arguments, report)
+    return code

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections import Counter
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -19,26 +22,34 @@ LONGEST_LIST = 200  # rows of a table on a terminal; --json is complete
 
 
 class Screen:
-    """Progress on stderr while work goes on, the result on stdout at the end."""
+    """Progress on stderr while work goes on, the result on stdout at the end.
+
+    What a factory or a library prints meanwhile goes to stderr too: stdout holds the result and nothing else.
+    """
 
     def __init__(self, as_json: bool):
         self._json = as_json
         self._progress: Any = None
         self._task: Any = None
+        self._work = ExitStack()
 
     def __enter__(self) -> Screen:
+        self._work.enter_context(redirect_stdout(sys.stderr))
         if sys.stderr.isatty() and not self._json:
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
             columns = (BarColumn(bar_width=20), TextColumn("{task.description}"), TimeElapsedColumn())
-            self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
-            self._progress.start()
+            progress = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._progress = self._work.enter_context(progress)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
-        if self._progress is not None:
-            self._progress.stop()
+        self._work.close()
+
+    def warn(self, message: str) -> None:
+        """One line on stderr, before the work that it warns of."""
+        print(f"bnfold: warning: {message}", file=sys.stderr)
 
     def step(self, name: str) -> None:
         """Say which step has begun."""
@@ -50,27 +61,43 @@ class Screen:
 
     def show(self, report: Report, planned: bool = False) -> None:
         """Print the report; `planned` words it as what would be done."""
-        self.__exit__(None, None, None)
-        show_report(report, self._json, planned)
+        self._work.close()
+        with _to_reader():
+            show_report(report, self._json, planned)
 
     def reasons(self, reasons: dict[Reason, Doc]) -> None:
         """Print what reasons mean."""
-        self.__exit__(None, None, None)
-        if self._json:
-            rows = {str(r): {"meaning": d.meaning, "remedy": d.remedy} for r, d in reasons.items()}
-            print(json.dumps({"schema": 1, "reasons": rows}, indent=2))
-            return
-        for r, d in reasons.items():
-            print(f"{r}\n  {d.meaning}\n  {d.remedy}")
+        self._work.close()
+        with _to_reader():
+            if self._json:
+                rows = {str(r): {"meaning": d.meaning, "remedy": d.remedy} for r, d in reasons.items()}
+                print(json.dumps({"schema": 1, "reasons": rows}, indent=2))
+                return
+            for r, d in reasons.items():
+                print(f"{r}\n  {d.meaning}\n  {d.remedy}")
+
+
+@contextmanager
+def _to_reader() -> Generator[None]:
+    """Print on stdout; whoever reads it may stop early (`| head`), which is no error."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
 
 
 def show_error(message: str, code: int, as_json: bool, report: Report | None) -> None:
     """One line on stderr; with --json the object on stdout says it too, beside the report so far."""
-    if as_json:
-        found = report.to_dict() if report is not None else {"schema": 1}
-        print(json.dumps({**found, "error": {"message": message, "exit_code": code}}, indent=2))
-    elif report is not None:
-        show_report(report, False, planned=False)
+    from bnfold.report import Report
+
+    with _to_reader():
+        if as_json:
+            error = {"message": message, "exit_code": int(code)}
+            found = (report or Report()).to_dict()
+            print(json.dumps({**found, "error": error}, indent=2, allow_nan=False))
+        elif report is not None:
+            show_report(report, False, planned=False)
     print(f"bnfold: {message}", file=sys.stderr)
 
 
@@ -91,15 +118,16 @@ def show_report(report: Report, as_json: bool, planned: bool) -> None:
 def _plain(report: Report, planned: bool) -> None:
     for note in report.notes:
         print(f"note: {note}")
-    if report.norms or report.verdict is None:
+    if _folding(report):
         print(_summary(report, planned))
+    fate, other = ("would fold", "would stay") if planned else ("folded", "kept  ")
     for f in report.folded:
-        print(f"folded  {f.norm}  ->  {_into(f)}")
+        print(f"{fate}  {f.norm}  ->  {_into(f)}")
     for f in report.affine:
-        print(f"folded  {f.norm} (constant {f.op})  ->  {_into(f)}")
+        print(f"{fate}  {f.norm} (constant {f.op})  ->  {_into(f)}")
     for k in report.kept:
         for r in k.reasons:
-            print(f"kept    {k.norm}  {r.reason}: {r.detail} [{r.at}]")
+            print(f"{other}  {k.norm}  {r.reason}: {r.detail} [{r.at}]")
     if report.verdict is not None:
         for o in report.verdict.outputs:
             print(f"output  {o.name}  {_numbers(o)}")
@@ -108,13 +136,24 @@ def _plain(report: Report, planned: bool) -> None:
         print(line)
 
 
+def _folding(report: Report) -> bool:
+    """Whether the report is about norms at all, and not of two models that were compared."""
+    return bool(report.norms or report.affine or report.files or report.verdict is None)
+
+
 def _summary(report: Report, planned: bool) -> str:
+    verb = "would fold" if planned else "folded"
+    constant = f", {_counted(len(report.affine), 'constant operation')} {verb}" if report.affine else ""
+    if not report.norms:
+        return f"no normalizations{constant}"
     ops = Counter(n.op for n in report.norms)
     kinds = ", ".join(f"{n} {op}" for op, n in ops.most_common())
-    found = f"{len(report.norms)} normalizations ({kinds})" if report.norms else "no normalizations"
-    verb = "would fold" if planned else "folded"
-    constant = f", {len(report.affine)} constant operations {verb}" if report.affine else ""
-    return f"{found}: {len(report.folded)} {verb}, {len(report.kept)} {'would stay' if planned else 'kept'}{constant}"
+    fates = f"{len(report.folded)} {verb}, {len(report.kept)} {'would stay' if planned else 'kept'}"
+    return f"{_counted(len(report.norms), 'normalization')} ({kinds}): {fates}{constant}"
+
+
+def _counted(n: int, noun: str) -> str:
+    return f"{n} {noun}{'' if n == 1 else 's'}"
 
 
 def _into(f: Fold) -> str:
@@ -131,8 +170,8 @@ def _numbers(o: OutputCheck) -> str:
 
 def _judgement(v: Verdict) -> str:
     where = ", ".join(p.removesuffix("ExecutionProvider") for p in v.providers)
-    on = f"onnxruntime {where}" if where else "the given inputs"
-    return f"{'equivalent' if v.passed else 'NOT equivalent'} on {on}" + "".join(f"; {n}" for n in v.notes)
+    on = f" on onnxruntime {where}" if where else ""
+    return f"{'equivalent' if v.passed else 'NOT equivalent'}{on}" + "".join(f"; {n}" for n in v.notes)
 
 
 def _files(report: Report) -> list[str]:
@@ -166,19 +205,19 @@ def _pretty(report: Report, planned: bool) -> None:
     console = Console(highlight=False)
     console.width = min(console.width, WIDTH)
     for note in report.notes:
-        console.print(f"[dim]{escape(note)}[/dim]")
+        console.print(f"[dim]{escape(note)}[/dim]", soft_wrap=True)
     if report.folded or report.affine:
         _table(console, _folds(report, planned))
     if report.kept:
         _table(console, _kept(report, planned))
-    if report.norms or report.verdict is None:
-        console.print(f"[bold]{escape(_summary(report, planned))}[/bold]")
-    if report.verdict is not None:
-        v = report.verdict
-        _table(console, _outputs(v))
-        console.print(f"[bold {'green' if v.passed else 'red'}]{escape(_judgement(v))}[/]")
+    if _folding(report):
+        console.print(f"[bold]{escape(_summary(report, planned))}[/bold]", soft_wrap=True)
+    if (v := report.verdict) is not None:
+        if v.outputs:
+            _table(console, _outputs(v))
+        console.print(f"[bold {'green' if v.passed else 'red'}]{escape(_judgement(v))}[/]", soft_wrap=True)
     for line in _files(report):
-        console.print(escape(line))
+        console.print(escape(line), soft_wrap=True)
 
 
 def _new_table(title: str, *columns: str) -> Table:
@@ -213,7 +252,9 @@ def _kept(report: Report, planned: bool) -> Table:
     table = _new_table("would stay" if planned else "kept", "normalization", "reason", "at", "")
     for k in report.kept[:LONGEST_LIST]:
         for i, r in enumerate(k.reasons):
-            table.add_row(escape(k.norm) if i == 0 else "", f"[yellow]{r.reason}[/yellow]", escape(r.at), escape(r.detail))
+            table.add_row(
+                escape(k.norm) if i == 0 else "", f"[yellow]{r.reason}[/yellow]", escape(r.at), escape(r.detail)
+            )
     if len(report.kept) > LONGEST_LIST:
         table.add_row(f"… {len(report.kept) - LONGEST_LIST} more, see --json", "", "", "")
     return table

@@ -1,38 +1,24 @@
-"""What `bnfold.checkpoint` makes of model files: every format, every way to be wrong, and files that attack."""
+"""What `bnfold.checkpoint` makes of model files: every format, and every way to be wrong."""
 
-import io
-import json
 import os
 import pickle
 import subprocess
 import sys
-import zipfile
 from collections import OrderedDict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import onnx
 import pytest
 import torch
+from checkpoints import WEIGHTS, Net, exported, net, old, older, refusal, saved, zipped
 from onnx import TensorProto, helper
 from safetensors.torch import save_file
 from torch import nn
 
-from bnfold.checkpoint import load, load_detailed, parse_factory_args, resolve_factory
+from bnfold.checkpoint import load, load_detailed
 from bnfold.errors import BnfoldError, InvalidFileError, UsageError
-
-Dims = torch.export.Dim
-
-
-class Net(nn.Module):
-    def __init__(self, channels: int = 4):
-        super().__init__()
-        self.conv = nn.Conv2d(3, channels, 3)
-        self.bn = nn.BatchNorm2d(channels)
-
-    def forward(self, x):
-        return self.bn(self.conv(x))
+from bnfold.factories import resolve_factory
 
 
 class Tied(nn.Module):
@@ -48,48 +34,12 @@ class Timm(Net):
     default_cfg = {"input_size": (3, 32, 32)}  # noqa: RUF012
 
 
-def net(seed: int = 0) -> Net:
-    torch.manual_seed(seed)
-    network = Net()
-    network(torch.randn(8, 3, 8, 8) * 3 + 1)  # running statistics of its own
-    return network.eval()
-
-
-WEIGHTS = net().state_dict()
-
-
 def prefixed(prefix: str, weights: dict = WEIGHTS) -> OrderedDict:
     return OrderedDict((prefix + k, v) for k, v in weights.items())
 
 
 def cast(dtype: torch.dtype, keys: str = "") -> dict:
     return {k: v.to(dtype) if v.is_floating_point() and keys in k else v for k, v in WEIGHTS.items()}
-
-
-def saved(value: Any, **options: Any) -> bytes:
-    torch.save(value, buffer := io.BytesIO(), **options)
-    return buffer.getvalue()
-
-
-def old(value: Any) -> bytes:
-    return saved(value, _use_new_zipfile_serialization=False)
-
-
-def zipped(members: dict[str, bytes | str], **options: Any) -> bytes:
-    with zipfile.ZipFile(buffer := io.BytesIO(), "w", **options) as archive:
-        for name, data in members.items():
-            archive.writestr(name, data)
-    return buffer.getvalue()
-
-
-@pytest.fixture(scope="module")
-def program() -> dict[str, bytes]:
-    """The members of a good exported program with a dynamic batch and height."""
-    shapes = {"x": {0: Dims.AUTO, 2: Dims.AUTO}}
-    exported = torch.export.export(net(), (torch.randn(2, 3, 8, 8),), dynamic_shapes=shapes)
-    torch.export.save(exported, buffer := io.BytesIO())
-    with zipfile.ZipFile(buffer) as archive:
-        return {name: archive.read(name) for name in archive.namelist()}
 
 
 def graph(*extra: Any, nodes: Any = None) -> onnx.ModelProto:
@@ -185,18 +135,18 @@ def test_safetensors(tmp_path):
     assert_weights(load(tmp_path / "w.pt", factory=Net))
 
 
-def test_exported_program_computes_the_same(program, tmp_path):
+def test_exported_program_computes_the_same(tmp_path):
     file = tmp_path / "net.onnx"
-    file.write_bytes(zipped(program))
+    file.write_bytes(zipped(exported()))
     found = load_detailed(file)
     x = torch.randn(5, 3, 12, 8)
     assert found.kind == "exported-program"
     assert torch.equal(found.model.module()(x), net()(x))
 
 
-def test_exported_program_of_an_older_torch(program, tmp_path):
+def test_exported_program_of_an_older_torch(tmp_path):
     file = tmp_path / "net.pt2"
-    file.write_bytes(zipped(older(program)))
+    file.write_bytes(zipped(older(exported())))
     x = torch.randn(5, 3, 12, 8)
     assert torch.equal(load(file).module()(x), net()(x))
 
@@ -376,16 +326,6 @@ def test_refuses(name, tmp_path):
         assert fragment in message
 
 
-def refusal(file: Path, error: type[BnfoldError] = InvalidFileError, **options: Any) -> str:
-    """The message, which is one line and names the file (or the factory)."""
-    with pytest.raises(error) as caught:
-        load(file, **options)
-    message = str(caught.value)
-    assert "\n" not in message
-    assert str(file) in message or "factory" in message
-    return message
-
-
 def test_refuses_what_is_no_file(tmp_path):
     (tmp_path / "file").touch()
     assert "is a folder" in refusal(tmp_path)
@@ -411,304 +351,6 @@ def test_symlink_out_of_the_folder(tmp_path):
     (tmp_path / "in/w.bin").symlink_to(tmp_path / "secret")
     (tmp_path / "in/net.onnx").write_bytes(graph(external("w.bin")).SerializeToString())
     assert "unsafe" in refusal(tmp_path / "in/net.onnx")
-
-
-# --- files that attack: whatever runs on loading would leave a file named `marker`
-
-
-class Touch:
-    """Pickles as a call of `open(marker, "w")`."""
-
-    def __init__(self, marker: Path):
-        self.marker = marker
-
-    def __reduce__(self):
-        return open, (str(self.marker), "w")
-
-
-PICKLES: dict[str, Callable[[Touch], bytes]] = {
-    "zip": saved,
-    "zip-wrapped": lambda evil: saved({"state_dict": WEIGHTS, "epoch": evil}),
-    "zip-protocol-4": lambda evil: saved(evil, pickle_protocol=4),
-    "older": old,
-    "plain": pickle.dumps,
-    "plain-protocol-0": lambda evil: pickle.dumps(evil, protocol=0),
-    "beside-a-program": lambda evil: zipped(
-        {"m/models/model.json": "{}", "m/data.pkl": pickle.dumps(evil, 2), "m/version": "3"}
-    ),
-}
-
-
-@pytest.mark.parametrize("name", PICKLES)
-@pytest.mark.parametrize("factory", [None, Net])
-def test_pickles_do_not_run(name, factory, tmp_path):
-    marker, file = tmp_path / "marker", tmp_path / "net.pt"
-    file.write_bytes(PICKLES[name](Touch(marker)))
-    refusal(file, factory=factory)
-    assert not marker.exists()
-
-
-def test_trusted_pickles_run(tmp_path):
-    marker, file = tmp_path / "marker", tmp_path / "net.pt"
-    file.write_bytes(saved({"model": WEIGHTS, "epoch": Touch(marker)}))
-    load(file, factory=Net, trust_pickle=True)
-    assert marker.exists()
-
-
-def edited(members: dict[str, bytes], change: Callable[[Any], None]) -> dict[str, bytes]:
-    """The program with its JSON changed: `change` sees every mapping in it."""
-
-    def visit(value: Any) -> None:
-        for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-            visit(part)
-        if isinstance(value, dict):
-            change(value)
-
-    name = next(n for n in members if n.endswith("models/model.json"))
-    visit(document := json.loads(members[name]))
-    return {**members, name: json.dumps(document).encode()}
-
-
-def everywhere(members: dict[str, bytes], key: str, text: str) -> dict[str, bytes]:
-    return edited(members, lambda d: d.update({key: text}) if key in d else None)
-
-
-def placed(members: dict[str, bytes], name: str, data: bytes) -> dict[str, bytes]:
-    top = next(iter(members)).partition("/")[0]
-    return {**members, f"{top}/{name}": data}
-
-
-def declared(members: dict[str, bytes], path_name: str) -> dict[str, bytes]:
-    """The program with its first weight declared a pickle, stored at `path_name`."""
-    name = next(n for n in members if n.endswith("model_weights_config.json"))
-    document = json.loads(members[name])
-    next(iter(document["config"].values())).update(path_name=path_name, use_pickle=True)
-    return {**members, name: json.dumps(document).encode()}
-
-
-def config(members: dict[str, bytes]) -> bytes:
-    """What the program says of its first weight, which is raw."""
-    document = json.loads(next(data for name, data in members.items() if name.endswith("weights_config.json")))
-    return json.dumps({"config": dict([next(iter(document["config"].items()))])}).encode()
-
-
-def older(members: dict[str, bytes], **changed: Any) -> dict[str, bytes]:
-    """The program in the layout that torch wrote before 2.8."""
-    x = torch.randn(2, 3, 8, 8)
-    weights = {k: v if k in dict(net().named_buffers()) else nn.Parameter(v) for k, v in WEIGHTS.items()}
-    parts = {"state_dict": weights, "constants": {}, "example_inputs": ((x,), {}), **changed}
-    document = next(data for name, data in members.items() if name.endswith("models/model.json"))
-    version = json.loads(document)["schema_version"]
-    return {
-        "version": f"{version['major']}.{version['minor']}".encode(),
-        "serialized_exported_program.json": document,
-        **{f"serialized_{name}.pt": saved(value) for name, value in parts.items()},
-    }
-
-
-def other_top(members: dict[str, bytes], top: str) -> dict[str, bytes]:
-    return {f"{top}/{name.partition('/')[2]}": data for name, data in members.items()}
-
-
-SAMPLE = "data/sample_inputs/model.pt"
-PROGRAMS: dict[str, Callable[[dict[str, bytes], Touch], dict[str, bytes]]] = {
-    "sample-inputs": lambda m, e: placed(m, SAMPLE, saved((e,))),
-    "sample-inputs-older": lambda m, e: placed(m, SAMPLE, old((e,))),
-    "sample-inputs-plain": lambda m, e: placed(m, SAMPLE, pickle.dumps((e,))),
-    "sample-inputs-protocol-0": lambda m, e: placed(m, SAMPLE, pickle.dumps((e,), 0)),
-    "sample-inputs-called-extra": lambda m, e: other_top(placed(m, SAMPLE, saved((e,))), "extra"),
-    "sample-inputs-called-raw": lambda m, e: placed(
-        placed(m, SAMPLE, saved((e,))),
-        "data/sample_inputs/x.json",
-        json.dumps({"config": {"x": {"path_name": "model.pt", "use_pickle": False}}}).encode(),
-    ),
-    "weights-of-old": lambda m, e: placed(m, "data/weights/model.pt", saved({"x": e})),
-    "constants-of-old": lambda m, e: placed(m, "data/constants/model.pt", saved({"x": e})),
-    "weight-pickled": lambda m, e: declared(placed(m, "data/weights/weight_0", saved(e)), "weight_0"),
-    "weight-in-other-case": lambda m, e: declared(placed(m, "data/weights/weight_0", saved(e)), "WEIGHT_0"),
-    "weight-elsewhere": lambda m, e: declared(placed(m, "data/weights/x", saved(e)), "x"),
-    "opaque-constant-called-raw": lambda m, e: placed(
-        placed(m, "data/constants/opaque_obj_0", pickle.dumps(e, 0).ljust(4000)),
-        "data/constants/model_constants_config.json",
-        config(m).replace(b"weight_0", b"opaque_obj_0"),
-    ),
-    "native-code": lambda m, _: placed(m, "data/aotinductor/model/a.so", b"\x7fELF"),
-    "shape": lambda m, e: everywhere(m, "expr_str", f"open({str(e.marker)!r}, 'w')"),
-    "shape-hidden": lambda m, e: everywhere(m, "expr_str", f"Max(1, open({str(e.marker)!r}, 'w'))"),
-    "shape-in-symbol": lambda m, e: everywhere(m, "expr_str", f'Integer("open({str(e.marker)!r})")'),
-    "shape-method": lambda m, _: everywhere(m, "expr_str", "Symbol('s0').__class__"),
-    "target": lambda m, _: everywhere(m, "target", "torch.os.system"),
-    "target-writing": lambda m, _: everywhere(m, "target", "torch.ops.aten.save"),
-    "target-calling": lambda m, _: everywhere(m, "target", "_operator.methodcaller"),
-    "name": lambda m, e: everywhere(m, "name", f"x=open({str(e.marker)!r},'w')"),
-    "enumeration": lambda m, _: everywhere(
-        m, "in_spec", json.dumps([1, {"context": json.dumps({"__enum__": True, "fqn": "antigravity:a", "name": "b"})}])
-    ),
-    "factory-of-defaults": lambda m, _: everywhere(
-        m, "in_spec", json.dumps([1, {"context": {"default_factory_module": "os", "default_factory_name": "abort"}}])
-    ),
-    "older-layout": lambda m, e: older(m, state_dict={"x": e}),
-    "older-layout-inputs": lambda m, e: older(m, example_inputs=((e,), {})),
-    "older-layout-json": lambda m, e: {
-        **{n: d for n, d in older(m).items() if n != "serialized_constants.pt"},
-        "serialized_constants.json": saved({"x": e}),
-    },
-}
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_programs_do_not_run(name, program, tmp_path):
-    marker, file = tmp_path / "marker", tmp_path / "net.pt2"
-    file.write_bytes(zipped(PROGRAMS[name](program, Touch(marker))))
-    assert "could run code" in refusal(file)
-    assert not marker.exists()
-
-
-def test_guards_do_not_run(program, tmp_path):
-    marker, file = tmp_path / "marker", tmp_path / "net.pt2"
-    guard = f"open({str(marker)!r}, 'w')"
-    file.write_bytes(zipped(edited(program, lambda d: "guards_code" in d and d.update(guards_code=[guard]))))
-    load(file).module()(torch.randn(2, 3, 8, 8))
-    assert not marker.exists()
-
-
-def test_trusted_programs_run(program, tmp_path):
-    marker, file = tmp_path / "marker", tmp_path / "net.pt2"
-    file.write_bytes(zipped(PROGRAMS["sample-inputs"](program, Touch(marker))))
-    load(file, trust_pickle=True)
-    assert marker.exists()
-
-
-def test_program_with_a_member_twice(program, tmp_path):
-    marker, file = tmp_path / "marker", tmp_path / "net.pt2"
-    file.write_bytes(zipped(program))
-    name = next(n for n in program if n.endswith(SAMPLE))
-    with zipfile.ZipFile(file, "a") as archive, pytest.warns(UserWarning, match="Duplicate"):
-        archive.writestr(name, saved((Touch(marker),)))
-    assert "twice" in refusal(file)
-    assert not marker.exists()
-
-
-def test_program_behind_another(program, tmp_path):
-    """Readers that trust the offsets of the last directory and readers that correct them see different archives."""
-    marker, file = tmp_path / "marker", tmp_path / "net.pt2"
-    file.write_bytes(zipped(PROGRAMS["sample-inputs"](program, Touch(marker))) + zipped(program))
-    assert load_detailed(file).kind == "exported-program"
-    assert not marker.exists()
-
-
-def test_program_damaged(program, tmp_path):
-    file = tmp_path / "net.pt2"
-    data = bytearray(zipped(program))
-    at = data.index(b'{"graph_module"')
-    data[at : at + 9] = b"{ garbage"
-    file.write_bytes(data)
-    assert "damaged" in refusal(file)
-    file.write_bytes(zipped(edited(program, lambda d: d.pop("graph_module", None))))
-    assert "cannot read this program" in refusal(file)
-    file.write_bytes(zipped(edited(program, lambda d: "major" in d and d.update(major=99))))
-    assert "schema version" in refusal(file)
-    file.write_bytes(zipped(program))
-    assert "leave out --factory" in refusal(file, UsageError, factory=Net)
-
-
-# --- factories
-
-
-ARGS = {
-    "integer": ("n=10", 10),
-    "float": ("x=1e-3", 1e-3),
-    "json-word": ("b=true", True),
-    "json-null": ("b=null", None),
-    "python-word": ("b=False", False),
-    "python-none": ("b=None", None),
-    "list": ("d=[2, 3]", [2, 3]),
-    "object": ('d={"a": 1}', {"a": 1}),
-    "quoted": ('s="10"', "10"),
-    "text": ("name=resnet18", "resnet18"),
-    "text-with-equals": ("s=a=b", "a=b"),
-    "text-like-a-number": ("s=007", "007"),
-    "nothing": ("s=", ""),
-}
-
-
-@pytest.mark.parametrize("name", ARGS)
-def test_factory_argument(name):
-    item, value = ARGS[name]
-    assert list(parse_factory_args([item]).values()) == [value]
-    assert [type(v) for v in parse_factory_args([item]).values()] == [type(value)]
-
-
-@pytest.mark.parametrize("item", ["n", "=3", "a-b=3", ""])
-def test_factory_argument_refused(item):
-    with pytest.raises(UsageError, match="key=value"):
-        parse_factory_args([item])
-
-
-MODULE = """
-import torch
-from sibling_net import CHANNELS
-class Net(torch.nn.Conv2d):
-    def __init__(self, channels=CHANNELS):
-        super().__init__(3, channels, 3)
-class zoo:
-    small = staticmethod(lambda: Net(1))
-TABLE = {}
-"""
-SPECS = {
-    "no-colon": ("torchvision.models", "has no module or no callable"),
-    "no-attribute": ("torch:", "has no module or no callable"),
-    "no-module": ("nowhere_net:Net", "no module 'nowhere_net'"),
-    "no-submodule": ("torch.nowhere:Net", "no module 'torch.nowhere'"),
-    "no-file": ("nowhere/net.py:Net", "no such file"),
-    "misspelt": ("factory_net:Nett", "has no 'Nett'; did you mean Net"),
-    "misspelt-in-file": ("factory_net.py:zoo.smal", "has no 'smal'; did you mean small"),
-    "not-callable": ("factory_net:TABLE", "no callable but a dict"),
-    "broken": ("broken_net:Net", "importing broken_net failed (ZeroDivisionError"),
-    "broken-import": ("needing_net:Net", "importing needing_net failed (ModuleNotFoundError: No module named 'nowhere"),
-    "exiting": ("exiting_net.py:Net", "importing exiting_net.py failed (SystemExit"),
-    "syntax": ("syntax_net:Net", "importing syntax_net failed (SyntaxError"),
-}
-
-
-@pytest.fixture
-def code(tmp_path, monkeypatch):
-    texts = {
-        "factory_net": MODULE,
-        "sibling_net": "CHANNELS = 5",
-        "broken_net": "1 / 0",
-        "needing_net": "import nowhere_net",
-        "exiting_net": "raise SystemExit(2)",
-        "syntax_net": "def",
-    }
-    for name, text in texts.items():
-        (tmp_path / f"{name}.py").write_text(text)
-    monkeypatch.chdir(tmp_path)
-    yield tmp_path
-    for name in texts:
-        sys.modules.pop(name, None)
-
-
-@pytest.mark.parametrize("name", SPECS)
-def test_factory_refused(name, code):
-    spec, says = SPECS[name]
-    with pytest.raises(UsageError) as caught:
-        resolve_factory(spec)
-    assert says in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("spec", ["factory_net:Net", "factory_net.py:Net", "{code}/factory_net.py:zoo.small"])
-def test_factory_resolved(spec, code):
-    before = list(sys.path)
-    assert resolve_factory(spec.format(code=code))().weight.shape[0] in (1, 5)
-    assert sys.path == before
-
-
-def test_factory_with_arguments(code):
-    torch.save(nn.Conv2d(3, 7, 3).state_dict(), "w.pt")
-    assert load("w.pt", factory="factory_net:Net", factory_args={"channels": 7}).weight.shape[0] == 7
-    assert "the network of factory_net:Net, 2 shapes differ" in refusal(Path("w.pt"), factory="factory_net:Net")
 
 
 def test_onnx_needs_no_torch(tmp_path):
