@@ -28,7 +28,7 @@ _HOME = {
     "plan": "transform",
     "verify": "verification",
 }
-__all__ = sorted(_HOME)  # noqa: PLE0605
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:

@@ -6,7 +6,9 @@ Everything heavy is imported inside the commands: `bnfold --help` imports neithe
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
@@ -76,6 +78,23 @@ Tolerance = Annotated[
     float | None, typer.Option("--tolerance", metavar="X", help="Allowed error, relative to each output's range.")
 ]
 NoVerify = Annotated[bool, typer.Option("--no-verify", help="Write without checking against the source.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"bnfold {version('bnfold')}")
+        raise typer.Exit
+
+
+@app.callback()
+def program(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Options of the program itself; its text is the app's `help`."""
 
 
 @app.command()
@@ -356,6 +375,8 @@ def run(argv: list[str] | None = None) -> None:
     from bnfold.errors import BnfoldError
 
     arguments = sys.argv[1:] if argv is None else argv
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _terminate)
     code: int = Exit.DONE if arguments else Exit.USAGE
     try:
         if app(args=arguments or ["--help"], prog_name="bnfold", standalone_mode=False) == Exit.INTERRUPTED:
@@ -374,6 +395,11 @@ def run(argv: list[str] | None = None) -> None:
             text = f"internal error: {type(e).__name__}: {first} (BNFOLD_DEBUG=1 shows where)"
             code = _fail(text, Exit.INTERNAL, arguments)
     sys.exit(code)
+
+
+def _terminate(number: int, frame: object) -> None:
+    """Leave through the `finally` blocks, which remove what is half written."""
+    sys.exit(128 + number)
 
 
 def _fail(message: str, code: int, arguments: list[str], report: Report | None = None) -> int:

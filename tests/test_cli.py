@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import NamedTuple
@@ -662,6 +663,7 @@ def test_no_arguments_ask_for_some(monkeypatch):
 def test_onnx_alone_needs_no_torch(folder):
     code = """
 import sys
+import textwrap
 from bnfold.cli.main import run
 for args in (["inspect", "chain.onnx"], ["fold", "chain.onnx"], ["verify", "chain.onnx", "chain.folded.onnx"]):
     try:
@@ -704,3 +706,29 @@ def test_folded_program(exported, tmp_path):
     assert (done.code, [f.norm for f in done.report.folded]) == (0, ["bn"])
     assert {p.name for p in tmp_path.iterdir()} == {source.name, target.name}
     assert not [n for n in load(target).graph.nodes if "batch_norm" in str(n.target)]
+
+
+def test_version_is_the_packages():
+    from importlib.metadata import version
+
+    assert bnfold("--version").out.strip() == f"bnfold {version('bnfold')}"
+
+
+def test_a_terminated_process_leaves_no_part_behind(tmp_path):
+    code = f"""
+        import os, signal
+        from pathlib import Path
+        from bnfold.cli import main
+        from bnfold.files import staged
+
+        def work(**_):
+            with staged(Path({str(tmp_path / "model.onnx")!r})) as part:
+                part.write_bytes(b"half")
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        main.app = work
+        main.run(["export"])
+    """
+    done = program("-c", textwrap.dedent(code))
+    assert done.returncode == 143
+    assert not list(tmp_path.iterdir())
