@@ -7,7 +7,7 @@ Passing a Transpose is then `numpy.transpose`, passing a Split is slicing, and b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,8 +70,10 @@ class Affine:
         return bool((self.scale >= 0).all())
 
     def after(self, first: Affine) -> Affine:
-        """`self` applied to the result of `first`."""
-        return Affine.of(self.scale * first.scale, self.scale * first.shift + self.shift, self.rank)
+        """`self` applied to the result of `first`. It overflows silently: what cannot be stored is refused later."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            scale, shift = self.scale * first.scale, self.scale * first.shift + self.shift
+        return Affine.of(scale, shift, self.rank)
 
     def vectors(self, axis: int, size: int) -> tuple[Array, Array] | None:
         """Scale and shift as 1-D arrays along `axis`, or None when the map varies along another dimension."""
@@ -119,9 +121,10 @@ def _canonical(values: Array | float, rank: int) -> Array:
     return a
 
 
-def _static(dims: Sequence[Dim] | object) -> tuple[int, ...] | None:
-    sizes = tuple(dims)  # type: ignore[arg-type]
-    return sizes if all(isinstance(n, int) for n in sizes) else None
+def _static(dims: Iterable[Dim]) -> tuple[int, ...] | None:
+    sizes = tuple(dims)
+    known = tuple(n for n in sizes if isinstance(n, int))
+    return known if len(known) == len(sizes) else None
 
 
 def _blocks(old: Shape, new: Shape) -> list[tuple[list[int], list[int]]]:

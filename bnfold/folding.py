@@ -19,7 +19,6 @@ from .affine import Affine
 from .errors import UsageError
 from .ops import Linear, Opaque, Program, Record, Scale, inputs_of, outputs_of
 from .report import Fold, Kept, Norm, Reason, Refusal, Report
-from .rounding import FloatFormat
 from .rules import Absorb, Push, Step, backward, cost_of, forward
 from .weights import NewWeights, solve
 
@@ -100,8 +99,7 @@ def make_plan(
         driver.sweep()
         edits = driver.edits()
         if not isinstance(edits, _Barred):
-            taken = {s: tuple(p.contributors) for s, p in (*driver.linears.items(), *driver.scales.items())}
-            return Plan(tuple(edits), driver.report(), taken)
+            return Plan(tuple(edits), driver.report(), driver.taken())
         barred[edits.site, edits.scale] = edits.why
 
 
@@ -114,21 +112,29 @@ class _Barred:
     why: Refusal
 
 
+_Stage = tuple[int, Affine | None, Affine | None]
+"""A scale that folded into a site, and `pre` and `post` of the site as it left them."""
+
+
 @dataclass(slots=True)
 class _Pending:
-    """What a site has taken in so far, and from whom."""
+    """What a site has taken in so far, and from whom. A Scale's `post` is its whole map.
+
+    `stages` are the scales that folded into it, in order.
+    """
 
     pre: Affine | None = None
     post: Affine | None = None
-    contributors: list[int] = field(default_factory=lambda: [])
+    contributors: list[int] = field(default_factory=list[int])
+    stages: list[_Stage] = field(default_factory=list[_Stage])
 
 
 @dataclass(slots=True)
 class _Move:
     """One map on its way: where it was absorbed, what it passed, what it costs."""
 
-    absorbed: list[tuple[int, Affine]] = field(default_factory=lambda: [])
-    through: list[str] = field(default_factory=lambda: [])
+    absorbed: list[tuple[int, Affine]] = field(default_factory=list[tuple[int, Affine]])
+    through: list[str] = field(default_factory=list[str])
     adds: int = 0
 
     def join(self, other: _Move) -> None:
@@ -157,7 +163,8 @@ class _Driver:
                 self.producer[v] = (i, k)
             for k, v in enumerate(self.operands[i]):
                 self.users.setdefault(v, []).append((i, k))
-        self.outputs = set(program.outputs)
+        self.outputs = {v: v for v in program.outputs}  # and under which name a person knows them
+        self.pinned = dict(program.pinned)
         self.linears: dict[int, _Pending] = {}
         self.scales: dict[int, _Pending] = {}
         self.folds: dict[int, tuple[str, _Move]] = {}
@@ -192,6 +199,8 @@ class _Driver:
 
     @staticmethod
     def _worth(scale: Scale, move: _Move) -> _Move | Refusal:
+        if not move.absorbed:
+            return Refusal(Reason.NOT_EXECUTED, scale.output, "nothing reads the result")
         if move.adds < scale.cost:
             return move
         return Refusal(Reason.NO_GAIN, scale.node, "an operation of the same cost would have to be added elsewhere")
@@ -205,26 +214,25 @@ class _Driver:
             self.operands[user][k] = before
         self.users[before] += self.users.pop(after, [])
         if after in self.outputs:
-            self.outputs.add(before)
+            self.outputs[before] = self.outputs[after]
+        if after in self.pinned:
+            self.pinned[before] = self.pinned[after]
         self.folds[index] = (direction, move)
         self.refusals.pop(index, None)
 
     def _absorb(self, site: int, m: Affine, direction: str, scale: int) -> None:
         record = self.records[site]
+        pending = (self.scales if isinstance(record, Scale) else self.linears).setdefault(site, _Pending())
         if isinstance(record, Scale):
-            total = m.after(record.map) if direction == "backward" else record.map.after(m)
-            self.records[site] = _with_map(record, total)
-            earlier = self.scales[scale].contributors if scale in self.scales else []
-            self.scales.setdefault(site, _Pending()).contributors += [*earlier, scale]
-            return
-        assert isinstance(record, Linear)
-        pending = self.linears.setdefault(site, _Pending())
-        earlier = self.scales[scale].contributors if scale in self.scales else []
-        pending.contributors += [*earlier, scale]
-        if direction == "backward":
+            pending.post = m.after(record.map) if direction == "backward" else record.map.after(m)
+            self.records[site] = _with_map(record, pending.post)
+        elif direction == "backward":
             pending.post = m if pending.post is None else m.after(pending.post)
         else:
             pending.pre = m if pending.pre is None else pending.pre.after(m)
+        earlier = self.scales[scale].contributors if scale in self.scales else []
+        pending.contributors += [*earlier, scale]
+        pending.stages.append((scale, pending.pre, pending.post))
 
     # ------------------------------------------------------------------ walking
 
@@ -232,9 +240,10 @@ class _Driver:
         """Make the producer of `value` deliver `m(value)`; its only reader is where the walk comes from."""
         readers = self.users.get(value, [])
         if value in self.outputs:
-            return Refusal(Reason.MODEL_OUTPUT, value, f"{value} is an output of the model")
-        if value in self.program.pinned:
-            return self.program.pinned[value]
+            name = self.outputs[value]
+            return Refusal(Reason.MODEL_OUTPUT, name, f"{name} is an output of the model")
+        if value in self.pinned:
+            return self.pinned[value]
         if value not in self.producer:
             return Refusal(Reason.MODEL_INPUT, value, f"nothing stands before it but {value}")
         index, position = self.producer[value]
@@ -249,14 +258,16 @@ class _Driver:
         return self._backward(self.operands[index][push.position], push.map, scale)
 
     def _forward(self, value: str, m: Affine, scale: int) -> _Move | Refusal:
-        """Make up for `m`, no longer applied to `value`, in everything that reads it: all or nothing."""
+        """Make up for `m`, no longer applied to `value`, in everything that reads it: all or nothing.
+
+        Where nothing reads it there is nothing to make up for.
+        """
         if value in self.outputs:
-            return Refusal(Reason.MODEL_OUTPUT, value, f"{value} is an output of the model")
-        if value in self.program.pinned:
-            return self.program.pinned[value]
+            name = self.outputs[value]
+            return Refusal(Reason.MODEL_OUTPUT, name, f"{name} is an output of the model")
+        if value in self.pinned:
+            return self.pinned[value]
         readers = self.users.get(value, [])
-        if not readers:
-            return Refusal(Reason.NOT_EXECUTED, value, "nothing reads the result")
         total = _Move()
         for index, position in readers:
             if len([i for i, _ in readers if i == index]) > 1:
@@ -306,25 +317,37 @@ class _Driver:
     def edits(self) -> list[Edit] | _Barred:
         """The plan as edits, or the fold that does not fit its stored type."""
         found: dict[int, Edit] = {}
-        for site, pending in self.linears.items():
-            record = self.records[site]
-            assert isinstance(record, Linear)
-            new = solve(record, pending.pre, pending.post)
-            if isinstance(new, Refusal):
-                return _Barred(site, pending.contributors[-1], new)
-            found[site] = SetLinear(site, new)
-        for site, pending in self.scales.items():
-            record = self.records[site]
-            assert isinstance(record, Scale)
+        for site, pending in (*self.linears.items(), *self.scales.items()):
             if site in self.folds:
                 continue
-            if not _fits(record.format, record.map):
-                why = Refusal(Reason.OVERFLOW, record.node, f"the folded map does not fit into {record.format.name}")
-                return _Barred(site, pending.contributors[-1], why)
-            found[site] = SetScale(site, record.map)
+            edit = self._edit(site, pending.pre, pending.post)
+            if isinstance(edit, Refusal):
+                return self._first_misfit(site, pending)
+            found[site] = edit
         for site, (direction, _) in self.folds.items():
             found[site] = Bypass(site, direction)
         return [found[i] for i in sorted(found)]
+
+    def taken(self) -> dict[int, tuple[int, ...]]:
+        """For each site, the scales whose maps it took in."""
+        return {s: tuple(dict.fromkeys(p.contributors)) for s, p in (*self.linears.items(), *self.scales.items())}
+
+    def _edit(self, site: int, pre: Affine | None, post: Affine | None) -> Edit | Refusal:
+        record = self.records[site]
+        if isinstance(record, Scale):
+            assert post is not None
+            return _misfit(record, post) or SetScale(site, post)
+        assert isinstance(record, Linear)
+        new = solve(record, pre, post)
+        return new if isinstance(new, Refusal) else SetLinear(site, new)
+
+    def _first_misfit(self, site: int, pending: _Pending) -> _Barred:
+        """The first fold into the site after which its values no longer fit."""
+        for scale, pre, post in pending.stages:
+            why = self._edit(site, pre, post)
+            if isinstance(why, Refusal):
+                return _Barred(site, scale, why)
+        raise AssertionError("the last stage is what did not fit")
 
     def report(self) -> Report:
         """Every norm in exactly one of `folded` and `kept`; constant arithmetic that folded under `affine`."""
@@ -343,7 +366,7 @@ class _Driver:
                 norms.append(Norm(r.node, r.op, r.channels, r.module))
             if i in self.folds:
                 direction, move = self.folds[i]
-                fold = Fold(r.node, tuple(self._homes(move)), tuple(move.through), direction, r.op)
+                fold = Fold(r.node, tuple(dict.fromkeys(self._homes(move))), tuple(move.through), direction, r.op)
                 (folded if r.is_norm else affine).append(fold)
             elif r.is_norm:
                 why = self.refused.get(i) or Refusal(Reason.EXCLUDED, r.node, "not selected by --only / --skip")
@@ -368,5 +391,11 @@ def _with_map(record: Scale, total: Affine) -> Scale:
     return dataclasses.replace(record, map=total, cost=cost)
 
 
-def _fits(fmt: FloatFormat, m: Affine) -> bool:
-    return all(bool((np.abs(a) <= fmt.max_finite).all()) for a in (m.scale, m.shift))
+def _misfit(record: Scale, m: Affine) -> Refusal | None:
+    """Why the Scale's format cannot hold the map."""
+    fmt = record.format
+    if not all((np.abs(a) <= fmt.max_finite).all() for a in (m.scale, m.shift)):
+        return Refusal(Reason.OVERFLOW, record.node, f"the folded map does not fit into {fmt.name}")
+    if ((m.scale != 0) & (np.abs(m.scale) <= fmt.smallest_subnormal / 2)).any():
+        return Refusal(Reason.UNDERFLOW, record.node, f"a folded scale becomes zero in {fmt.name}")
+    return None

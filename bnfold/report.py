@@ -127,9 +127,7 @@ REASONS: dict[Reason, Doc] = {
         "The norm has no running statistics: it normalises by the batch even in evaluation.",
         "Train with track_running_stats=True; such a network is unsafe to deploy at other batch sizes.",
     ),
-    Reason.NO_GAIN: Doc(
-        "Folding would only replace the operation by another one of the same cost.", "Nothing to do."
-    ),
+    Reason.NO_GAIN: Doc("Folding would only replace the operation by another one of the same cost.", "Nothing to do."),
     Reason.NOT_EXECUTED: Doc(
         "Evaluation never calls the norm (an auxiliary head, an unused module).", "Remove the unused module."
     ),
@@ -262,19 +260,10 @@ class Report:
         d = cast("dict[str, Any]", data)
         if d["schema"] != SCHEMA:
             raise ValueError(f"the report has schema {d['schema']}; this version reads schema {SCHEMA}")
-        verdict = d.get("verdict")
-        return Report(
-            norms=tuple(Norm(**n) for n in d["norms"]),
-            folded=tuple(_fold(f) for f in d["folded"]),
-            kept=tuple(Kept(k["norm"], tuple(_refusal(r) for r in k["reasons"]), k["op"]) for k in d["kept"]),
-            affine=tuple(_fold(f) for f in d["affine"]),
-            findings=tuple(d["findings"]),
-            statistics=tuple(d["statistics"]),
-            verdict=None if verdict is None else _verdict(verdict),
-            files=tuple(FileInfo(**f) for f in d["files"]),
-            bytes_added=d["bytes_added"],
-            notes=tuple(d["notes"]),
-        )
+        try:
+            return _report(d)
+        except (KeyError, TypeError) as e:
+            raise ValueError(f"not a bnfold report of schema {SCHEMA}: {type(e).__name__}: {e}") from e
 
     def with_(self, **changes: Any) -> Report:
         """A copy with some fields replaced."""
@@ -297,6 +286,22 @@ def _plain(x: Any) -> Any:
     if isinstance(x, float) and not math.isfinite(x):
         return str(x)
     return x
+
+
+def _report(d: dict[str, Any]) -> Report:
+    verdict = d.get("verdict")
+    return Report(
+        norms=tuple(Norm(**n) for n in d["norms"]),
+        folded=tuple(_fold(f) for f in d["folded"]),
+        kept=tuple(Kept(k["norm"], tuple(_refusal(r) for r in k["reasons"]), k["op"]) for k in d["kept"]),
+        affine=tuple(_fold(f) for f in d["affine"]),
+        findings=tuple(d["findings"]),
+        statistics=tuple(d["statistics"]),
+        verdict=None if verdict is None else _verdict(verdict),
+        files=tuple(FileInfo(**f) for f in d["files"]),
+        bytes_added=d["bytes_added"],
+        notes=tuple(d["notes"]),
+    )
 
 
 def _fold(f: dict[str, Any]) -> Fold:

@@ -9,6 +9,7 @@ what must happen at the outputs to make up for it? Either the record takes the m
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import assert_never
 
 import numpy as np
@@ -109,11 +110,11 @@ def forward(record: Record, position: int, m: Affine, program: Program) -> Step:
         case Sum():
             if not m.no_scale:
                 return Refusal(Reason.UNEQUAL_BRANCHES, record.node, "only one summand is scaled")
-            return [(Push(0, m),)]
+            return _broadcast(record, m, program)
         case Product():
             if not m.no_shift:
                 return Refusal(Reason.NONZERO_SHIFT, record.node, "a product of activations lets only a scale pass")
-            return [(Push(0, m),)]
+            return _broadcast(record, m, program)
         case Opaque():
             return _opaque(record)
         case _:
@@ -193,10 +194,8 @@ def _cut(record: Concat, m: Affine, program: Program) -> Step:
     sizes = _sizes(record, program)
     if sizes is None:
         return Refusal(Reason.UNKNOWN_SHAPE, record.node, "the sizes of the concatenated parts are not known")
-    ends = np.cumsum(sizes)
-    return [
-        tuple(Push(i, _select(m, axis, np.arange(end - n, end))) for i, (n, end) in enumerate(zip(sizes, ends)))  # noqa: B905
-    ]
+    parts = [np.arange(end - n, end) for n, end in zip(sizes, accumulate(sizes), strict=True)]
+    return [tuple(Push(i, _select(m, axis, part)) for i, part in enumerate(parts))]
 
 
 def _pad(record: Concat, position: int, m: Affine, program: Program) -> Step:
@@ -239,7 +238,7 @@ def _placed(m: Affine, axis: int, indices: np.ndarray, size: int) -> Affine:
     """The identity on `size` channels with `m` at `indices`."""
 
     def embed(a: np.ndarray, neutral: float) -> np.ndarray:
-        full = np.full(a.shape[:axis] + (size,) + a.shape[axis + 1 :], neutral)
+        full = np.full((*a.shape[:axis], size, *a.shape[axis + 1 :]), neutral)
         np.moveaxis(full, axis, 0)[indices] = np.moveaxis(a, axis, 0)
         return full
 
@@ -247,14 +246,23 @@ def _placed(m: Affine, axis: int, indices: np.ndarray, size: int) -> Affine:
 
 
 def _spread(record: Sum, m: Affine, program: Program) -> Step:
-    shapes = {program.shape(v) for v in record.inputs}
-    if len(shapes) != 1 or None in shapes:
-        return Refusal(Reason.UNEQUAL_BRANCHES, record.node, "the summands' shapes differ or are not known")
+    if not all(_fits(m, program, v) for v in record.inputs):
+        return Refusal(
+            Reason.UNEQUAL_BRANCHES, record.node, "not every summand is known to have all channels of the sum"
+        )
     scale = Affine.of(m.scale, 0.0, m.rank)
     count = range(len(record.inputs))
     if m.no_shift:
         return [tuple(Push(i, m) for i in count)]
     return [tuple(Push(i, m if i == taker else scale) for i in count) for taker in count]
+
+
+def _broadcast(record: Sum | Product, m: Affine, program: Program) -> Step:
+    """On to the output, which has more dimensions in front where another operand has."""
+    shape = program.shape(record.output)
+    if shape is None:
+        return Refusal(Reason.UNKNOWN_SHAPE, record.node, "it is not known how its operands broadcast")
+    return [(Push(0, Affine.of(m.scale, m.shift, len(shape))),)]
 
 
 def _fits(m: Affine, program: Program, value: str) -> bool:

@@ -65,7 +65,7 @@ def solve(site: Linear, pre: Affine | None, post: Affine | None) -> NewWeights |
     total = _bias(site, grouped, old, t_in if shifts[1] else None, s_out, t_out)
     bias = total.round(fmt)
     if not np.isfinite(bias).all():
-        return Refusal(*_channel_text(site, bias, Reason.OVERFLOW, f"the folded bias does not fit into {fmt.name}"))
+        return _bias_problem(site, fmt, bias, [weight] if old is None else [weight, old])
     return NewWeights(new_weight, fmt.pack(bias), fmt)
 
 
@@ -80,7 +80,8 @@ def _table(site: Linear, weight: Array, s_out: Array | None, t_out: Array | None
         total.add(t_out)
     rows = total.round(fmt)
     if not np.isfinite(rows).all():
-        return Refusal(Reason.OVERFLOW, site.node, f"a folded row does not fit into {fmt.name}")
+        reason = Reason.OVERFLOW if np.isfinite(weight).all() else Reason.NOT_FINITE
+        return Refusal(reason, site.node, f"a folded row does not fit into {fmt.name}, or is not a number")
     return NewWeights(fmt.pack(rows), None, fmt)
 
 
@@ -118,11 +119,11 @@ def _bias(
         dots = Accumulator.zeros(rows.shape[:2])
         dots.add_dot(rows, np.broadcast_to(vector, rows.shape))
         if site.alpha != 1:
-            dots.scale(np.float64(site.alpha))
+            dots.scale(np.asarray(site.alpha, np.float64))
         total.add(dots.hi.reshape(-1))
         total.add(dots.lo.reshape(-1))
     if old is not None:
-        total.add_product(old, np.float64(site.beta))
+        total.add_product(old, np.asarray(site.beta, np.float64))
     if s_out is not None:
         total.scale(s_out)
     if t_out is not None:
@@ -144,6 +145,8 @@ def _range_problem(site: Linear, old: Array, new: Array, factors: list[Array]) -
     return None
 
 
-def _channel_text(site: Linear, bias: Array, reason: Reason, text: str) -> tuple[Reason, str, str]:
-    where = np.argwhere(~np.isfinite(bias))[0]
-    return reason, site.node, f"{text} (channel {int(where[-1])})"
+def _bias_problem(site: Linear, fmt: FloatFormat, bias: Array, sources: list[Array]) -> Refusal:
+    channel = int(np.argwhere(~np.isfinite(bias))[0][-1])
+    reason = Reason.OVERFLOW if all(np.isfinite(a).all() for a in sources) else Reason.NOT_FINITE
+    text = f"the folded bias of channel {channel} does not fit into {fmt.name}, or is not a number"
+    return Refusal(reason, site.node, text)
