@@ -3,7 +3,8 @@
 "Constant" is wider than "initializer": Constant nodes, and whatever deterministic nodes compute from constants alone
 (a transposed weight, `Expand(CastLike(0, x), Shape(w)[0:1])`, `Sqrt(Add(var, eps))`). It is also narrower: an
 initializer that is a graph input can be overridden by the caller. Arithmetic on constants is carried out in float64,
-so that folding rounds once; casts to a narrower type round as they do at run time.
+so that folding rounds once; casts to a narrower type round as they do at run time, and what decides (comparisons,
+rounding, casts to integers) decides on the values of the run, computed in the types the graph declares.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
-from onnx import NodeProto, TensorProto, numpy_helper
+from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
 
+from ..errors import InvalidFileError
 from ..ops import Stored, Tensor
 from ..report import Reason, Refusal
 from ..rounding import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, FloatFormat, round_product
@@ -36,14 +38,16 @@ _MOVES = {"Identity", "Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze",
 _NOT_PURE = {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli",
              "If", "Loop", "Scan", "SequenceMap", "DequantizeLinear", "QuantizeLinear", "BatchNormalization",
              "Dropout"}  # fmt: skip
+_DECIDE = {"Ceil", "Floor", "Mod", "Round", "Sign"}
 _ROOTS = {"Sqrt", "Pow"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Constant:
-    """A value known before the model runs. Floats are as stored, or float64 where they were computed.
+    """A value known before the model runs. `load` gives floats as stored, or in float64 where they were computed.
 
-    `rooted`: a square root went into it, the mark of running statistics spelled as arithmetic.
+    `run` gives computed values as the run computes them, in the declared type; None where `load` does. `rooted`: a
+    square root went into it, the mark of running statistics spelled as arithmetic.
     """
 
     name: str
@@ -51,6 +55,7 @@ class Constant:
     shape: tuple[int, ...]
     load: Callable[[], np.ndarray]
     rooted: bool = False
+    run: Callable[[], np.ndarray] | None = None
 
     @property
     def format(self) -> FloatFormat | None:
@@ -59,7 +64,11 @@ class Constant:
 
     def float64(self) -> np.ndarray:
         """Its values in float64, exactly."""
-        return self.load().astype(np.float64)
+        return _converted(self.load(), np.float64)
+
+    def at_run(self) -> np.ndarray:
+        """Its values as the run has them."""
+        return self.load() if self.run is None else self.run()
 
     def tensor(self) -> Tensor:
         """The constant as the engine reads it. Computed values are rounded once to the declared type."""
@@ -87,23 +96,22 @@ class Constants:
 
     def enter(self, scope: Scope) -> None:
         """Make a scope's nodes known, for the opset they are written in and their initializers' protos."""
-        initializers = {t.name: t for t in getattr(scope.proto, "initializer", ())}
         for node in scope.graph.nodes:
             self._scope_of[id(node)] = scope
             self._keep.append(node)
-        if scope.is_function:
-            return
         for name, tensor in scope.graph.tensors().items():
-            if isinstance(tensor, gs.Constant) and name in initializers:
+            if isinstance(tensor, gs.Constant) and id(tensor) not in self._known:
                 self._keep.append(tensor)
-                self._known.setdefault(id(tensor), self._initializer(initializers[name]))
+                self._known[id(tensor)] = self._initializer(name, scope)
 
-    def _initializer(self, proto: TensorProto) -> Constant | None:
-        if proto.name in self._overridable:
+    def _initializer(self, name: str, scope: Scope) -> Constant | None:
+        home = scope
+        while name not in home.defined and home.parent is not None:
+            home = home.parent
+        proto = home.initializers.get(name)
+        if proto is None or (home.parent is None and name in self._overridable):
             return None
-        return Constant(
-            proto.name, proto.data_type, tuple(proto.dims), lambda: numpy_helper.to_array(proto)
-        )
+        return Constant(name, proto.data_type, tuple(proto.dims), lambda: _array(proto))
 
     def get(self, tensor: Any) -> Constant | None:
         """The tensor's value, or None when it depends on an input."""
@@ -118,16 +126,32 @@ class Constants:
 
     def why_not(self, tensor: Any, node: str, what: str) -> Refusal:
         """The reason a parameter is no constant."""
-        if tensor.name in self._overridable:
-            return Refusal(
-                Reason.OVERRIDABLE_PARAMETER, node, f"its {what} {tensor.name} is also a graph input a caller may set"
-            )
-        producer = tensor.inputs[0].op if tensor.inputs else "the model's input"
+        its = f"its {what} {tensor.name}"
+        causes = self._causes(tensor)
+        if causes and all(t.name in self._overridable for t in causes):
+            also = "is" if tensor is causes[0] else f"is computed from {causes[0].name},"
+            return Refusal(Reason.OVERRIDABLE_PARAMETER, node, f"{its} {also} also a graph input a caller may set")
+        if isinstance(tensor, gs.Constant):
+            return Refusal(Reason.DYNAMIC_PARAMETER, node, f"{its} is stored as a sparse tensor")
+        if not tensor.inputs:
+            return Refusal(Reason.DYNAMIC_PARAMETER, node, f"{its} is an input")
+        producer = tensor.inputs[0].op
         if producer in ("DequantizeLinear", "QuantizeLinear"):
-            return Refusal(Reason.QUANTIZED_PARAMETER, node, f"its {what} {tensor.name} comes from {producer}")
-        return Refusal(
-            Reason.DYNAMIC_PARAMETER, node, f"its {what} {tensor.name} is computed at run time by {producer}"
-        )
+            return Refusal(Reason.QUANTIZED_PARAMETER, node, f"{its} comes from {producer}")
+        return Refusal(Reason.DYNAMIC_PARAMETER, node, f"{its} is computed at run time by {producer}")
+
+    def _causes(self, tensor: Any) -> list[Any]:
+        """The values without a producer that keep the tensor from being constant."""
+        found: list[Any] = []
+        pending, seen = [tensor], {id(tensor)}
+        while pending:
+            t = pending.pop()
+            if not t.inputs and not t.is_empty() and self.get(t) is None:
+                found.append(t)
+            above = [i for node in t.inputs for i in node.inputs if id(i) not in seen]
+            seen.update(map(id, above))
+            pending += above
+        return found
 
     def _computed(self, tensor: Any) -> Constant | None:
         if isinstance(tensor, gs.Constant) or len(tensor.inputs) != 1:
@@ -178,68 +202,85 @@ def _constant_node(name: str, node: Any) -> Constant | None:
     if rest or isinstance(value, gs.Node.AttributeRef):
         return None
     if kind == "value":
-        info = value._values  # gs keeps the TensorProto; `.values` would turn bfloat16 into float32
-        if not isinstance(getattr(info, "tensor", None), TensorProto):
+        # onnx-graphsurgeon keeps the TensorProto; `.values` would turn bfloat16 into float32.
+        proto = getattr(getattr(value, "_values", None), "tensor", None)
+        if not isinstance(proto, TensorProto):
             return None
-        proto: TensorProto = info.tensor
-        return Constant(name, proto.data_type, tuple(proto.dims), lambda: numpy_helper.to_array(proto))
-    types = {"value_float": TensorProto.FLOAT, "value_floats": TensorProto.FLOAT,
-             "value_int": TensorProto.INT64, "value_ints": TensorProto.INT64}  # fmt: skip
-    if kind not in types:
+        return Constant(name, proto.data_type, tuple(proto.dims), lambda: _array(proto))
+    elem_type, holds = _PLAIN.get(kind, (0, ()))
+    if not elem_type or not isinstance(value, holds):
         return None
-    array = np.array(value, np.float32 if types[kind] == TensorProto.FLOAT else np.int64)
-    return Constant(name, types[kind], array.shape, lambda: array)
+    array = np.array(value, np.float32 if elem_type == TensorProto.FLOAT else np.int64)
+    return Constant(name, elem_type, array.shape, lambda: array)
+
+
+_PLAIN: dict[str, tuple[int, type]] = {
+    "value_float": (TensorProto.FLOAT, float), "value_floats": (TensorProto.FLOAT, list),
+    "value_int": (TensorProto.INT64, int), "value_ints": (TensorProto.INT64, list),
+}  # fmt: skip
 
 
 def _cast(name: str, source: Constant | None, target: int) -> Constant | None:
     if source is None:
         return None
     into, origin = FORMAT_OF.get(target), source.format
-    if into is not None and origin is not None:
-        if into.precision >= origin.precision and into is not FLOAT16:
-            return Constant(name, target, source.shape, source.float64, source.rooted)
+    if into is not None and (origin is not None or source.elem_type in _INTEGERS):
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(target)
+        wider = origin is not None and into.precision >= origin.precision and into is not FLOAT16
         return Constant(
-            name, target, source.shape, lambda: round_product(into, source.float64()), source.rooted
-        )
-    if target == TensorProto.BOOL or into is not None or target in _INTEGERS:
-        dtype = onnx.helper.tensor_dtype_to_np_dtype(target) if into is None else np.float64
-        return Constant(name, target, source.shape, lambda: source.load().astype(dtype), source.rooted)
+            name, target, source.shape,
+            source.float64 if wider else lambda: round_product(into, source.float64()), source.rooted,
+            lambda: round_product(into, source.at_run().astype(np.float64)).astype(dtype),
+        )  # fmt: skip
+    if target == TensorProto.BOOL or target in _INTEGERS:
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(target)
+        return Constant(name, target, source.shape, lambda: _converted(source.at_run(), dtype), source.rooted)
     return None
+
+
+def _converted(values: np.ndarray, dtype: Any) -> np.ndarray:
+    """NaN is converted without a warning."""
+    with np.errstate(invalid="ignore"):
+        return values.astype(dtype)
 
 
 _INTEGERS = {TensorProto.INT8, TensorProto.INT16, TensorProto.INT32, TensorProto.INT64,
              TensorProto.UINT8, TensorProto.UINT16, TensorProto.UINT32, TensorProto.UINT64}  # fmt: skip
 
 
-def _evaluate(
-    name: str, node: Any, operands: list[Constant | None], position: int, opset: int
-) -> Constant | None:
+def _array(proto: TensorProto) -> np.ndarray:
+    try:
+        return numpy_helper.to_array(proto)
+    except Exception as e:
+        first = (str(e).splitlines() or [type(e).__name__])[0]
+        raise InvalidFileError(f"the constant {proto.name!r} cannot be read: {first}") from e
+
+
+def _evaluate(name: str, node: Any, operands: list[Constant | None], position: int, opset: int) -> Constant | None:
     """One node on constant operands, by onnx's reference implementation."""
-    if _too_large(node, operands):
+    model = None if _too_large(node, operands) else _single(node, operands, opset)
+    if model is None:
         return None
-    moves = node.op in _MOVES
-    feeds = {
-        f"i{k}": c.load() if moves or c.format is None else c.float64() for k, c in enumerate(operands) if c is not None
-    }
-    proto = NodeProto(op_type=node.op, input=[f"i{k}" if c else "" for k, c in enumerate(operands)])
-    proto.output.extend(f"o{k}" for k in range(len(node.outputs)))
-    for key, value in node.attrs.items():
-        if isinstance(value, gs.Constant):
-            value = value._values.tensor
-        if isinstance(value, gs.Graph):
-            return None
-        proto.attribute.append(onnx.helper.make_attribute(key, value))
-    result = _run(proto, feeds, opset)
-    if result is None:
-        return None
-    array = np.asarray(result[position])
-    elem_type = next((c.elem_type for c in operands if c is not None), TensorProto.FLOAT)
-    if not np.issubdtype(array.dtype, np.floating) and array.dtype.name != "bfloat16":
-        elem_type = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
-    elif elem_type not in FORMAT_OF:
-        elem_type = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
+    elem_type = model.graph.output[position].type.tensor_type.elem_type
+    floats = [c for c in operands if c is not None and c.format is not None]
     rooted = node.op in _ROOTS or any(c is not None and c.rooted for c in operands)
-    return Constant(name, elem_type, array.shape, lambda: array, rooted)
+
+    def run() -> np.ndarray | None:
+        return _run(model, [c and c.at_run() for c in operands], position)
+
+    if elem_type not in FORMAT_OF or node.op in _DECIDE or not floats:
+        found = run()
+        return None if found is None else Constant(name, elem_type, found.shape, lambda: found, rooted)
+    moves = node.op in _MOVES
+    found = _run(model, [c and (c.load() if moves or not c.format else c.float64()) for c in operands], position)
+    if found is None:
+        return None
+    same = moves and all(c.run is None for c in floats)
+    return Constant(name, elem_type, found.shape, lambda: found, rooted, None if same else lambda: _or(run(), found))
+
+
+def _or(first: np.ndarray | None, second: np.ndarray) -> np.ndarray:
+    return second if first is None else first
 
 
 def _too_large(node: Any, operands: list[Constant | None]) -> bool:
@@ -251,16 +292,37 @@ def _too_large(node: Any, operands: list[Constant | None]) -> bool:
     return sum(int(np.prod(c.shape)) for c in operands if c is not None) > LARGEST
 
 
-def _run(proto: NodeProto, feeds: dict[str, np.ndarray], opset: int) -> list[Any] | None:
-    from onnx.reference import ReferenceEvaluator
-
-    values = [onnx.helper.make_tensor_value_info(n, onnx.helper.np_dtype_to_tensor_dtype(a.dtype), a.shape)
-              for n, a in feeds.items()]  # fmt: skip
-    outs = [onnx.ValueInfoProto(name=n) for n in proto.output]
-    graph = onnx.helper.make_graph([proto], "constant", values, outs)
+def _single(node: Any, operands: list[Constant | None], opset: int) -> ModelProto | None:
+    """A model of the node alone, its outputs typed by inference; None where that is not possible."""
+    proto = NodeProto(op_type=node.op, input=[f"i{k}" if c else "" for k, c in enumerate(operands)])
+    proto.output.extend(f"o{k}" for k in range(len(node.outputs)))
+    for key, value in node.attrs.items():
+        if isinstance(value, gs.Constant):
+            value = getattr(value._values, "tensor", None)
+        if value is None or isinstance(value, gs.Graph):
+            return None
+        proto.attribute.append(onnx.helper.make_attribute(key, value))
+    values = [
+        onnx.helper.make_tensor_value_info(f"i{k}", c.elem_type, c.shape)
+        for k, c in enumerate(operands)
+        if c is not None
+    ]
+    graph = onnx.helper.make_graph([proto], "constant", values, [onnx.ValueInfoProto(name=n) for n in proto.output])
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", opset)])
     try:
-        with np.errstate(all="ignore"):
-            return list(ReferenceEvaluator(model).run(None, feeds))  # type: ignore[arg-type]
-    except Exception:  # an op the reference does not have, or an invalid node: it stays a computed value
+        model = onnx.shape_inference.infer_shapes(model)
+    except Exception:  # an invalid node: it stays a computed value
         return None
+    return model if all(o.type.tensor_type.elem_type for o in model.graph.output) else None
+
+
+def _run(model: ModelProto, values: list[np.ndarray | None], position: int) -> np.ndarray | None:
+    from onnx.reference import ReferenceEvaluator
+
+    feeds = {f"i{k}": v for k, v in enumerate(values) if v is not None}
+    try:
+        with np.errstate(all="ignore"):
+            found = ReferenceEvaluator(model).run(None, feeds)[position]  # pyright: ignore[reportArgumentType]
+    except Exception:  # an op the reference does not have, or an invalid node
+        return None
+    return np.asarray(found) if isinstance(found, np.ndarray | np.generic) else None

@@ -7,18 +7,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
+import onnx
 import onnx_graphsurgeon as gs
 from onnx import NodeProto
 
-from ..affine import Affine, Shape
-from ..norms import Broken, normalization_map
-from ..ops import Carry, Kind, Linear, Opaque, Permute, Program, Record, Reshape, Scale, outputs_of
+from ..affine import Shape
+from ..errors import InvalidFileError
+from ..ops import Carry, Linear, Opaque, Permute, Program, Record, Reshape, Scale, outputs_of
 from ..report import Reason, Refusal
-from ..rounding import FLOAT32
+from . import onnx_layers
 from .onnx_constants import Constant, Constants
-from .onnx_scopes import DEFAULT_DOMAINS, Scope, TypeInfo
+from .onnx_scopes import DEFAULT_DOMAINS, Scope, TypeInfo, hidden
 from .sites import Site, join
+
+# How many of their operands they read by value; of the rest only shape or type, which folding does not change.
+READ_BY_VALUE = {"Shape": 0, "Size": 0, "RandomNormalLike": 0, "RandomUniformLike": 0, "EyeLike": 0, "CastLike": 1}
 
 
 @dataclass(slots=True, eq=False)
@@ -30,14 +33,9 @@ class Lifted:
     scopes: list[Scope]
     constants: dict[int, set[str]]  # by id() of the scope: names of its computed constants and initializers
 
-    def constant_names(self, scope: Scope) -> set[str]:
-        """Names that are constants as seen from the scope."""
-        own = self.constants.get(id(scope), set())
-        return own if scope.parent is None else own | self.constant_names(scope.parent)
-
 
 @dataclass(slots=True, eq=False)
-class _Node:
+class Node:
     """One node being lifted."""
 
     node: Any  # gs.Node
@@ -47,13 +45,26 @@ class _Node:
 
     @property
     def op(self) -> str:
+        """The op's type."""
         return self.proto.op_type
 
     @property
+    def is_standard(self) -> bool:
+        """Whether the op is one of ONNX's own."""
+        return self.node.domain in (None, *DEFAULT_DOMAINS)
+
+    @property
     def name(self) -> str:
+        """What the report calls it: its name, else its first output."""
         return self.proto.name or next((o for o in self.proto.output if o), self.proto.op_type)
 
+    @property
+    def module(self) -> str | None:
+        """The torch module it came from, where the file says so."""
+        return module_of(self.proto)
+
     def attr(self, key: str, default: Any = None) -> Any:
+        """An attribute's value, of the type that the op's definition says."""
         return self.node.attrs.get(key, default)
 
     def tensor(self, k: int) -> Any | None:
@@ -62,23 +73,49 @@ class _Node:
         return inputs[k] if k < len(inputs) and not inputs[k].is_empty() else None
 
     def constant(self, k: int) -> Constant | None:
+        """The k-th input's value, or None when it is left out or not known before the run."""
         t = self.tensor(k)
         return None if t is None else self.lifter.constants.get(t)
 
     def value(self, k: int = 0) -> str:
+        """The program's name of the k-th input."""
         return self.lifter.value(self.node.inputs[k])
 
     def result(self, k: int = 0) -> str:
+        """The program's name of the k-th output."""
         return self.lifter.value(self.node.outputs[k])
 
     def shape(self, value: str) -> Shape | None:
+        """What is known of a value's shape."""
         return self.lifter.shapes.get(value)
 
+    def invalid(self, what: str) -> InvalidFileError:
+        """The error for a node that no runtime would run."""
+        return InvalidFileError(f"{self.op} {self.name!r}: {what}")
+
     def opaque(self, why: Refusal | None = None, norm: bool = False) -> Opaque:
-        inputs = [self.lifter.value(t) for t in self.node.inputs
-                  if not t.is_empty() and self.lifter.constants.get(t) is None]  # fmt: skip
+        """The op as one that lets nothing pass."""
+        read = [(k, self.lifter.value(t)) for k, t in enumerate(self.node.inputs)
+                if not t.is_empty() and self.lifter.constants.get(t) is None]  # fmt: skip
+        by_value = READ_BY_VALUE.get(self.op) if self.is_standard else None
+        inputs = [v for k, v in read if by_value is None or k < by_value]
         outputs = [self.lifter.value(t) for t in self.node.outputs if not t.is_empty()]
-        return Opaque(self.name, tuple(inputs), tuple(outputs), self.op, why, norm, module_of(self.proto))
+        return Opaque(self.name, tuple(inputs), tuple(outputs), self.op, why, norm, self.module)
+
+    def check(self) -> None:
+        """Raise InvalidFileError where operands are missing or attributes are of another type than the op's."""
+        try:
+            schema = onnx.defs.get_schema(self.op, self.scope.opset)
+        except onnx.defs.SchemaError:
+            raise self.invalid(f"opset {self.scope.opset} has no such operation") from None
+        if not schema.min_input <= len(self.proto.input) <= schema.max_input:
+            raise self.invalid(f"it has {len(self.proto.input)} operands, not {schema.min_input} to {schema.max_input}")
+        if any(not name for name in self.proto.input[: schema.min_input]) or not self.proto.output:
+            raise self.invalid("an operand or the output that it cannot do without is left out")
+        for a in self.proto.attribute:
+            known, found = schema.attributes.get(a.name), onnx.AttributeProto.AttributeType.Name(a.type)
+            if known is not None and str(known.type) != f"AttrType.{found}":
+                raise self.invalid(f"its attribute {a.name} is a {found}, not of {known.type}")
 
     def refuse(self, k: int, what: str, norm: bool = False) -> Opaque:
         """The op with a parameter that is no constant."""
@@ -96,9 +133,10 @@ def module_of(proto: NodeProto) -> str | None:
         if entry.key == "pkg.torch.onnx.name_scopes":
             try:
                 scopes = literal_eval(entry.value)
-            except (ValueError, SyntaxError):
+            except (ValueError, SyntaxError, MemoryError, RecursionError):
                 return None
-            return next((s for s in reversed(scopes[:-1]) if isinstance(s, str) and s), None) if scopes else None
+            outer = scopes[:-1] if isinstance(scopes, list | tuple) else ()
+            return next((s for s in reversed(outer) if isinstance(s, str) and s), None)
     return None
 
 
@@ -107,15 +145,15 @@ class _Lifter:
     scopes: list[Scope]
     overridable: frozenset[str]
     constants: Constants = field(init=False)
-    shapes: dict[str, Shape | None] = field(default_factory=lambda: {})
-    pinned: dict[str, Refusal] = field(default_factory=lambda: {})
-    broken: list[str] = field(default_factory=lambda: [])
-    names: dict[int, str] = field(default_factory=lambda: {})
-    homes: dict[str, Scope] = field(default_factory=lambda: {})
-    readers: dict[str, int] = field(default_factory=lambda: {})
+    shapes: dict[str, Shape | None] = field(default_factory=dict)
+    pinned: dict[str, Refusal] = field(default_factory=dict)
+    broken: list[str] = field(default_factory=list)
+    names: dict[int, str] = field(default_factory=dict)
+    homes: dict[str, Scope] = field(default_factory=dict)
+    readers: dict[str, int] = field(default_factory=dict)
     current: Scope = field(init=False)
-    _types: dict[int, TypeInfo] = field(default_factory=lambda: {})
-    _alive: list[Any] = field(default_factory=lambda: [])
+    _types: dict[int, TypeInfo] = field(default_factory=dict)
+    _alive: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.constants = Constants(self.overridable, self.type_of)
@@ -160,7 +198,7 @@ class _Lifter:
             self.constants.enter(scope)
         for scope in self.scopes:
             self.current = scope
-            names = {t.name for t in getattr(scope.proto, "initializer", ()) if t.name not in self.overridable}
+            names = {n for n in scope.initializers if scope.parent is not None or n not in self.overridable}
             constants[id(scope)] = names
             inputs.update(self.value(t) for t in scope.graph.inputs)
             outputs += [self.value(t) for t in scope.graph.outputs]
@@ -168,7 +206,7 @@ class _Lifter:
                 if self._is_constant(node):
                     names.update(proto.output)
                     continue
-                found = self._records(_Node(node, proto, scope, self))
+                found = self._records(Node(node, proto, scope, self))
                 for record, site in found:
                     records.append(record)
                     sites.append(site)
@@ -182,29 +220,43 @@ class _Lifter:
         outputs = [t for t in node.outputs if not t.is_empty()]
         return bool(outputs) and all(self.constants.get(t) is not None for t in outputs)
 
-    def _records(self, n: _Node) -> list[tuple[Record, Site[Scope, NodeProto]]]:
-        if n.op in ("Shape", "Size") and n.node.domain in (None, *DEFAULT_DOMAINS):
-            return []  # reads only the shape
-        for a in n.node.attrs.values():
-            if isinstance(a, gs.Node.AttributeRef):
-                return [(n.opaque(), Site(n.scope, (n.proto,)))]
-        rule = LIFT.get(n.op) if n.node.domain in (None, *DEFAULT_DOMAINS) else None
+    def _records(self, n: Node) -> list[tuple[Record, Site[Scope, NodeProto]]]:
+        rule = LIFT.get(n.op) if n.is_standard else None
+        for name in hidden(n.proto):
+            self._capture(name, n.scope)
+        for key, a in n.node.attrs.items():
+            if rule is not None and isinstance(a, gs.Node.AttributeRef):
+                why = Refusal(Reason.DYNAMIC_PARAMETER, n.name, f"each call of the function sets its attribute {key}")
+                return [(n.opaque(why, norm=rule is onnx_layers.batch_norm), Site(n.scope, (n.proto,)))]
+        if rule is not None:
+            n.check()
         record = rule(n) if rule is not None else n.opaque()
         self._remember_shape(record)
         return [(record, _site(record, n))]
+
+    def _capture(self, name: str, scope: Scope) -> None:
+        """Pin what a graph that is not looked into may read."""
+        tensor = scope.graph.tensors().get(name)
+        if tensor is not None:
+            value = self.value(tensor)
+            self.pinned.setdefault(
+                value, Refusal(Reason.MULTIPLE_CONSUMERS, value, f"{value} is captured by a nested graph")
+            )
+        elif scope.parent is not None:
+            self._capture(name, scope.parent)
 
     def _remember_shape(self, record: Record) -> None:
         """What a record itself says of its output's shape, where inference was silent."""
         if isinstance(record, Opaque) or self.shapes.get(outputs_of(record)[0]) is not None:
             return
         out = outputs_of(record)[0]
-        if isinstance(record, Linear) and len(record.weight.shape) > 2:
+        if isinstance(record, Linear) and record.out_axis == 1:  # Conv and Gemm; a MatMul has any rank
             self.shapes[out] = (None, record.out_channels, *[None] * (len(record.weight.shape) - 2))
         elif isinstance(record, Scale | Carry):
             self.shapes[out] = self.shapes.get(record.input)
 
 
-def _site(record: Record, n: _Node) -> Site[Scope, NodeProto]:
+def _site(record: Record, n: Node) -> Site[Scope, NodeProto]:
     if isinstance(record, Linear) and n.op == "MatMul":
         return Site(n.scope, (n.proto,), 1 if n.constant(0) is None else 0)
     if isinstance(record, Linear):
@@ -215,175 +267,14 @@ def _site(record: Record, n: _Node) -> Site[Scope, NodeProto]:
     return Site(n.scope, (n.proto,))
 
 
-# ---------------------------------------------------------------------- linear layers
-
-
-def _parameters(n: _Node) -> tuple[Constant, Constant | None] | Opaque:
-    """Constant weight (input 1) and bias (input 2), or the op with the reason one is not."""
-    weight, bias = n.constant(1), n.constant(2)
-    if weight is None:
-        return n.refuse(1, "weight")
-    if bias is None and n.tensor(2) is not None:
-        return n.refuse(2, "bias")
-    if weight.format is None:
-        return n.opaque()
-    return weight, bias
-
-
-def _conv(n: _Node) -> Record:
-    found = _parameters(n)
-    if isinstance(found, Opaque):
-        return found
-    weight, bias = found
-    transposed = n.op == "ConvTranspose"
-    pads = n.attr("pads") or []
-    unpadded = n.attr("auto_pad", "NOTSET") in ("NOTSET", "VALID") and not any(pads)
-    if len(weight.shape) < 3:
-        return n.opaque()
-    return Linear(
-        n.name,
-        n.value(0),
-        n.result(),
-        weight.tensor(),
-        None if bias is None else bias.tensor(),
-        out_dim=1 if transposed else 0,
-        in_axis=1,
-        out_axis=1,
-        groups=n.attr("group", 1),
-        uniform_taps=unpadded and not transposed,
-    )
-
-
-def _gemm(n: _Node) -> Record:
-    found = _parameters(n)
-    if isinstance(found, Opaque):
-        return found
-    weight, bias = found
-    if len(weight.shape) != 2 or n.attr("broadcast", 1) != 1:
-        return n.opaque()
-    return Linear(
-        n.name,
-        n.value(0),
-        n.result(),
-        weight.tensor(),
-        None if bias is None else bias.tensor(),
-        out_dim=0 if n.attr("transB", 0) else 1,
-        in_axis=0 if n.attr("transA", 0) else 1,
-        out_axis=1,
-        alpha=n.attr("alpha", 1.0),
-        beta=n.attr("beta", 1.0),
-    )
-
-
-def _matmul(n: _Node) -> Record:
-    left, right = n.constant(0), n.constant(1)
-    weight, x = (right, 0) if left is None else (left, 1)
-    if weight is None:
-        return n.refuse(1, "right operand")
-    shape = n.shape(n.value(x)) if n.tensor(x) is not None else None
-    if weight.format is None or len(weight.shape) != 2 or shape is None or len(shape) < 2:
-        return n.opaque()
-    axis = -1 if x == 0 else -2
-    return Linear(
-        n.name, n.value(x), n.result(), weight.tensor(), None, out_dim=x ^ 1, in_axis=axis, out_axis=axis,
-        free_bias=False,
-    )  # fmt: skip
-
-
-# ---------------------------------------------------------------------- scales
-
-
-def _batch_norm(n: _Node) -> Record:
-    training = _trains(n)
-    if training:
-        return n.opaque(Refusal(Reason.TRAINING_MODE, n.name, training), norm=True)
-    parameters: list[np.ndarray] = []
-    for k, what in enumerate(("scale", "bias", "mean", "variance"), 1):
-        c = n.constant(k)
-        if c is None:
-            return n.refuse(k, what, norm=True)
-        parameters.append(c.float64())
-    x = n.value(0)
-    shape = n.shape(x)
-    if shape is None:
-        return n.opaque(Refusal(Reason.UNKNOWN_SHAPE, n.name, "the rank of its input is not known"), norm=True)
-    gamma, beta, mean, variance = parameters
-    if not mean.shape == variance.shape == gamma.shape == beta.shape:
-        return n.opaque(Refusal(Reason.UNKNOWN_SHAPE, n.name, "its parameters differ in shape"), norm=True)
-    result = normalization_map(mean, variance, float(np.float32(n.attr("epsilon", 1e-5))), gamma, beta)
-    if isinstance(result, Broken):
-        n.lifter.broken.append(f"{n.name}: {result.detail}")
-        return n.opaque(Refusal(Reason.NOT_FINITE, n.name, result.detail), norm=True)
-    rank = len(shape)
-    if gamma.ndim == 1:
-        m = Affine.per_channel(*result, rank, 1) if rank > 1 else Affine.of(*result, rank)
-    else:  # opset < 9 with spatial=0: one map per element of the sample
-        m = Affine.of(*result, rank)
-    scale = n.constant(1)
-    assert scale is not None
-    return Scale(
-        n.name, x, n.result(), m, Kind.NORM, n.op, scale.format or FLOAT32,
-        channels=gamma.shape[0], cost=2, module=module_of(n.proto),
-    )  # fmt: skip
-
-
-def _trains(n: _Node) -> str:
-    """How the node says that it normalises by the batch, or ''."""
-    if n.scope.opset >= 14:
-        return "training_mode is 1" if n.attr("training_mode", 0) else ""
-    if n.scope.opset < 7:
-        return "" if n.attr("is_test", 0) else "is_test is 0"
-    return "its optional outputs are in use, the training form" if any(n.proto.output[1:]) else ""
-
-
-def _arithmetic(n: _Node) -> Record:
-    constants = n.constant(0), n.constant(1)
-    if n.tensor(1) is None or constants == (None, None):
-        return n.opaque()
-    k = 0 if constants[0] is not None else 1
-    c, x = constants[k], n.value(1 - k)
-    shape = n.shape(x)
-    if c is None or c.format is None or (n.op == "Div" and k == 0) or n.scope.opset < 7:
-        return n.opaque()
-    m = _constant_map(n.op, c.float64(), k, len(shape)) if shape is not None else None
-    if shape is None or m is None or not _keeps_shape(c.shape, shape):
-        why = Refusal(Reason.UNKNOWN_SHAPE, n.name, f"it is not known how a constant of shape {c.shape} broadcasts")
-        return n.opaque(why if shape is None or None in shape else None)
-    if not (np.isfinite(m.scale).all() and np.isfinite(m.shift).all()):
-        return n.opaque(Refusal(Reason.NOT_FINITE, n.name, "its constant is not finite"))
-    kind = Kind.SCALE if n.op in ("Mul", "Div") else Kind.SHIFT
-    return Scale(n.name, x, n.result(), m, kind, n.op, c.format, module=module_of(n.proto))
-
-
-def _constant_map(op: str, c: np.ndarray, position: int, rank: int) -> Affine | None:
-    if c.ndim > rank:
-        return None
-    with np.errstate(divide="ignore"):
-        match op:
-            case "Mul":
-                return Affine.of(c, 0.0, rank)
-            case "Div":
-                return Affine.of(1 / c, 0.0, rank)
-            case "Add":
-                return Affine.of(1.0, c, rank)
-            case _:  # Sub
-                return Affine.of(1.0, -c, rank) if position == 1 else Affine.of(-1.0, c, rank)
-
-
-def _keeps_shape(constant: tuple[int, ...], shape: Shape) -> bool:
-    """Whether broadcasting the constant leaves the activation's shape as it is."""
-    padded = (1,) * (len(shape) - len(constant)) + constant
-    return all(c == 1 or c == n for c, n in zip(padded, shape, strict=True))
-
-
 # ---------------------------------------------------------------------- layout
 
 
-def _identity(n: _Node) -> Record:
+def _identity(n: Node) -> Record:
     return Carry(n.name, n.value(0), n.result())
 
 
-def _dropout(n: _Node) -> Record:
+def _dropout(n: Node) -> Record:
     if any(n.proto.output[1:]):
         return n.opaque()
     training = n.constant(2)
@@ -394,31 +285,35 @@ def _dropout(n: _Node) -> Record:
     return _identity(n)
 
 
-def _transpose(n: _Node) -> Record:
+def _transpose(n: Node) -> Record:
     shape = n.shape(n.value(0))
     order = n.attr("perm") or (None if shape is None else list(range(len(shape)))[::-1])
-    return n.opaque() if order is None else Permute(n.name, n.value(0), n.result(), tuple(order))
+    if order is None:
+        return n.opaque()
+    if sorted(order) != list(range(len(order))) or (shape is not None and len(shape) != len(order)):
+        raise n.invalid(f"perm {list(order)} does not go with an input of shape {shape}")
+    return Permute(n.name, n.value(0), n.result(), tuple(order))
 
 
-def _reshape(n: _Node) -> Record:
+def _reshape(n: Node) -> Record:
     return Reshape(n.name, n.value(0), n.result())
 
 
-LIFT: dict[str, Callable[[_Node], Record]] = {
-    "Add": _arithmetic,
-    "BatchNormalization": _batch_norm,
-    "Conv": _conv,
-    "ConvTranspose": _conv,
-    "Div": _arithmetic,
+LIFT: dict[str, Callable[[Node], Record]] = {
+    "Add": onnx_layers.arithmetic,
+    "BatchNormalization": onnx_layers.batch_norm,
+    "Conv": onnx_layers.convolution,
+    "ConvTranspose": onnx_layers.convolution,
+    "Div": onnx_layers.arithmetic,
     "Dropout": _dropout,
     "Flatten": _reshape,
-    "Gemm": _gemm,
+    "Gemm": onnx_layers.gemm,
     "Identity": _identity,
-    "MatMul": _matmul,
-    "Mul": _arithmetic,
+    "MatMul": onnx_layers.matmul,
+    "Mul": onnx_layers.arithmetic,
     "Reshape": _reshape,
     "Squeeze": _reshape,
-    "Sub": _arithmetic,
+    "Sub": onnx_layers.arithmetic,
     "Transpose": _transpose,
     "Unsqueeze": _reshape,
 }
