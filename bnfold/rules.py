@@ -208,6 +208,8 @@ def _pad(record: Concat, position: int, m: Affine, program: Program) -> Step:
 
 
 def _embed(record: Take, position: int, m: Affine, program: Program) -> Step:
+    if len(record.indices) == 1 and record.axis % m.rank not in m.varying:
+        return [(Push(0, m),)]  # what is not taken is not read
     shape = program.shape(record.input)
     size = None if shape is None else shape[record.axis]
     if not isinstance(size, int):

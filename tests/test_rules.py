@@ -378,7 +378,7 @@ def taken(x: Value, *indices, axis=1) -> list[Value]:
     Case("overlapping", lambda x: taken(x.conv(5), [0, 1, 2], [2, 3]), kept=ends("multiple-consumers at take")),
     Case("repeated", lambda x: taken(x.conv(5), [0, 1, 0]), kept=ends("repeated-channel at take")),
     Case("positions", lambda x: taken(x.conv(3), [0, 1]), BACK + "conv through take", {}, LAYER),
-    Case("along positions", lambda x: taken(x.conv(3), [0, 1], axis=2), kept=ends("not-per-channel at conv")),
+    Case("along positions", lambda x: taken(x.conv(3), [0, 1], axis=2), BACK + "conv through take", {}, LAYER),
     Case("all positions", lambda x: taken(x.conv(3), [4, 3, 2, 1, 0], axis=2), BACK + "conv through take", {}, LAYER),
     Case("of unknown size", lambda x: taken(x.conv(3).declared(2, None, 5), [0, 1]),
          kept=ends("unknown-shape at take")),

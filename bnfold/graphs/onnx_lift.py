@@ -13,10 +13,11 @@ from onnx import NodeProto
 
 from ..affine import Shape
 from ..errors import InvalidFileError
-from ..ops import Carry, Linear, Opaque, Permute, Program, Record, Reshape, Scale, outputs_of
+from ..ops import Carry, Linear, Opaque, Program, Record, Scale, outputs_of
 from ..report import Reason, Refusal
-from . import onnx_layers
-from .onnx_constants import Constant, Constants
+from ..rounding import FloatFormat
+from . import onnx_layers, onnx_layout
+from .onnx_constants import FORMAT_OF, Constant, Constants
 from .onnx_scopes import DEFAULT_DOMAINS, Scope, TypeInfo, hidden
 from .sites import Site, join
 
@@ -88,6 +89,16 @@ class Node:
     def shape(self, value: str) -> Shape | None:
         """What is known of a value's shape."""
         return self.lifter.shapes.get(value)
+
+    def inner(self, what: str, shape: Shape) -> str:
+        """A value inside the node, where it takes more than one record to say what it does."""
+        return self.lifter.new_value(f"{self.result()}/{what}", shape)
+
+    def format(self, k: int) -> FloatFormat | None:
+        """The float format of the k-th input, or None for other types and unknown ones."""
+        tensor = self.tensor(k)
+        info = None if tensor is None else self.lifter.type_of(tensor)
+        return None if info is None else FORMAT_OF.get(info.elem_type)
 
     def invalid(self, what: str) -> InvalidFileError:
         """The error for a node that no runtime would run."""
@@ -165,19 +176,23 @@ class _Lifter:
         key = id(tensor)
         if key not in self.names:
             self._alive.append(tensor)
-            name, k = tensor.name, 2
-            while name in self.homes:
-                name, k = f"{tensor.name}~{k}", k + 1
-            self.names[key], self.homes[name] = name, self.current
             info = self.current.types.get(tensor.name)
+            self.names[key] = self.new_value(tensor.name, None if info is None else info.shape)
             if info is not None:
                 self._types[key] = info
-                self.shapes[name] = info.shape
         name = self.names[key]
         if self.homes[name] is not self.current:
             self.pinned.setdefault(
                 name, Refusal(Reason.MULTIPLE_CONSUMERS, name, f"{name} is captured by a nested graph")
             )
+        return name
+
+    def new_value(self, hint: str, shape: Shape | None) -> str:
+        """A name that no other value of the program has."""
+        name, k = hint, 2
+        while name in self.homes:
+            name, k = f"{hint}~{k}", k + 1
+        self.homes[name], self.shapes[name] = self.current, shape
         return name
 
     def type_of(self, tensor: Any) -> TypeInfo | None:
@@ -230,9 +245,11 @@ class _Lifter:
                 return [(n.opaque(why, norm=rule is onnx_layers.batch_norm), Site(n.scope, (n.proto,)))]
         if rule is not None:
             n.check()
-        record = rule(n) if rule is not None else n.opaque()
-        self._remember_shape(record)
-        return [(record, _site(record, n))]
+        found = rule(n) if rule is not None else n.opaque()
+        records = found if isinstance(found, list) else [found]
+        for record in records:
+            self._remember_shape(record)
+        return [(record, _site(record, n)) for record in records]
 
     def _capture(self, name: str, scope: Scope) -> None:
         """Pin what a graph that is not looked into may read."""
@@ -260,60 +277,34 @@ def _site(record: Record, n: Node) -> Site[Scope, NodeProto]:
     if isinstance(record, Linear) and n.op == "MatMul":
         return Site(n.scope, (n.proto,), 1 if n.constant(0) is None else 0)
     if isinstance(record, Linear):
-        return Site(n.scope, (n.proto,), 1, 2)
+        return Site(n.scope, (n.proto,), 0) if record.index_input else Site(n.scope, (n.proto,), 1, 2)
     if isinstance(record, Scale) and not record.is_norm:
         k = 0 if n.constant(0) is not None else 1
         return Site(n.scope, (n.proto,), k, constant=n.constant(k))
     return Site(n.scope, (n.proto,))
 
 
-# ---------------------------------------------------------------------- layout
+def _sum_or_constant(n: Node) -> Record | list[Record]:
+    return onnx_layout.sum_(n) if n.op == "Add" and _both_computed(n) else onnx_layers.arithmetic(n)
 
 
-def _identity(n: Node) -> Record:
-    return Carry(n.name, n.value(0), n.result())
+def _product_or_constant(n: Node) -> Record | list[Record]:
+    return onnx_layout.product(n) if _both_computed(n) else onnx_layers.arithmetic(n)
 
 
-def _dropout(n: Node) -> Record:
-    if any(n.proto.output[1:]):
-        return n.opaque()
-    training = n.constant(2)
-    if n.scope.opset >= 12 and n.tensor(2) is not None and (training is None or bool(training.load().any())):
-        return n.opaque()
-    if n.scope.opset < 7 and not n.attr("is_test", 0):
-        return n.opaque()
-    return _identity(n)
+def _both_computed(n: Node) -> bool:
+    return n.tensor(1) is not None and n.constant(0) is None and n.constant(1) is None
 
 
-def _transpose(n: Node) -> Record:
-    shape = n.shape(n.value(0))
-    order = n.attr("perm") or (None if shape is None else list(range(len(shape)))[::-1])
-    if order is None:
-        return n.opaque()
-    if sorted(order) != list(range(len(order))) or (shape is not None and len(shape) != len(order)):
-        raise n.invalid(f"perm {list(order)} does not go with an input of shape {shape}")
-    return Permute(n.name, n.value(0), n.result(), tuple(order))
-
-
-def _reshape(n: Node) -> Record:
-    return Reshape(n.name, n.value(0), n.result())
-
-
-LIFT: dict[str, Callable[[Node], Record]] = {
-    "Add": onnx_layers.arithmetic,
+LIFT: dict[str, Callable[[Node], Record | list[Record]]] = {
+    "Add": _sum_or_constant,
     "BatchNormalization": onnx_layers.batch_norm,
     "Conv": onnx_layers.convolution,
     "ConvTranspose": onnx_layers.convolution,
     "Div": onnx_layers.arithmetic,
-    "Dropout": _dropout,
-    "Flatten": _reshape,
     "Gemm": onnx_layers.gemm,
-    "Identity": _identity,
     "MatMul": onnx_layers.matmul,
-    "Mul": onnx_layers.arithmetic,
-    "Reshape": _reshape,
-    "Squeeze": _reshape,
+    "Mul": _product_or_constant,
     "Sub": onnx_layers.arithmetic,
-    "Transpose": _transpose,
-    "Unsqueeze": _reshape,
+    **onnx_layout.LAYOUT,
 }
