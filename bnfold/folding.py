@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 import numpy as np
 
@@ -41,7 +42,7 @@ class SetScale:
 
 @dataclass(frozen=True, slots=True)
 class Bypass:
-    """Take the Scale at `site` out. Backward folds keep its output's name, forward folds its input's."""
+    """Take the Scale at `site` out. Backward folds keep its output's name, others ("forward", "both") its input's."""
 
     site: int
     direction: str
@@ -129,11 +130,19 @@ class _Pending:
     stages: list[_Stage] = field(default_factory=list[_Stage])
 
 
+class _Absorbed(NamedTuple):
+    """A site, the map it takes in, and from which side: "backward" is the map of its output."""
+
+    site: int
+    map: Affine
+    direction: str
+
+
 @dataclass(slots=True)
 class _Move:
     """One map on its way: where it was absorbed, what it passed, what it costs."""
 
-    absorbed: list[tuple[int, Affine]] = field(default_factory=list[tuple[int, Affine]])
+    absorbed: list[_Absorbed] = field(default_factory=list["_Absorbed"])
     through: list[str] = field(default_factory=list[str])
     adds: int = 0
 
@@ -194,8 +203,36 @@ class _Driver:
         if isinstance(ahead, _Move):
             self._commit(index, scale, "forward", ahead)
             return True
+        parted = self._parted(index, scale)
+        if parted is not None:
+            self._commit(index, scale, "both", parted)
+            return True
         self.refusals[index] = tuple(dict.fromkeys((back, ahead)))
         return False
+
+    def _parted(self, index: int, scale: Scale) -> _Move | None:
+        """Scale and shift part ways: where neither direction lets both pass, each may let one.
+
+        `s * x + t` is the scale first and the shift behind it, or `s * (x + t / s)`.
+        """
+        m = scale.map
+        if m.no_scale or m.no_shift:
+            return None
+        ways = [(Affine.of(m.scale, 0.0, m.rank), Affine.of(1.0, m.shift, m.rank))]
+        s, t = np.broadcast_arrays(m.scale, m.shift)
+        if not ((s == 0) & (t != 0)).any():
+            with np.errstate(over="ignore"):
+                before = np.divide(t, s, out=np.zeros(t.shape), where=s != 0)
+            if np.isfinite(before).all():
+                ways.append((Affine.of(1.0, before, m.rank), Affine.of(m.scale, 0.0, m.rank)))
+        for behind, ahead in ways:
+            back = self._backward(self.operands[index][0], behind, index)
+            front = self._forward(scale.output, ahead, index) if isinstance(back, _Move) else back
+            if isinstance(back, _Move) and isinstance(front, _Move) and front.absorbed:
+                back.join(front)
+                if isinstance(self._worth(scale, back), _Move):
+                    return back
+        return None
 
     @staticmethod
     def _worth(scale: Scale, move: _Move) -> _Move | Refusal:
@@ -206,8 +243,8 @@ class _Driver:
         return Refusal(Reason.NO_GAIN, scale.node, "an operation of the same cost would have to be added elsewhere")
 
     def _commit(self, index: int, scale: Scale, direction: str, move: _Move) -> None:
-        for site, m in move.absorbed:
-            self._absorb(site, m, direction, index)
+        for a in move.absorbed:
+            self._absorb(*a, index)
         before, after = self.operands[index][0], scale.output
         self.users[before] = [u for u in self.users[before] if u[0] != index]
         for user, k in self.users.get(after, []):
@@ -252,10 +289,7 @@ class _Driver:
             names = ", ".join(self.records[i].node for i, _ in readers[:3])
             more = f" and {len(readers) - 3} more" if len(readers) > 3 else ""
             return Refusal(Reason.MULTIPLE_CONSUMERS, record.node, f"its output is read by {names}{more}")
-        return self._take(index, backward(record, position, m, self.program), scale, self._push_backward)
-
-    def _push_backward(self, index: int, push: Push, scale: int) -> _Move | Refusal:
-        return self._backward(self.operands[index][push.position], push.map, scale)
+        return self._take(index, backward(record, position, m, self.program), scale, "backward")
 
     def _forward(self, value: str, m: Affine, scale: int) -> _Move | Refusal:
         """Make up for `m`, no longer applied to `value`, in everything that reads it: all or nothing.
@@ -273,16 +307,18 @@ class _Driver:
             if len([i for i, _ in readers if i == index]) > 1:
                 return Refusal(Reason.MULTIPLE_CONSUMERS, self.records[index].node, "it reads the value twice")
             step = forward(self.records[index], position, m, self.program)
-            move = self._take(index, step, scale, self._push_forward)
+            move = self._take(index, step, scale, "forward")
             if isinstance(move, Refusal):
                 return move
             total.join(move)
         return total
 
-    def _push_forward(self, index: int, push: Push, scale: int) -> _Move | Refusal:
+    def _push(self, index: int, push: Push, scale: int, direction: str) -> _Move | Refusal:
+        if direction == "backward":
+            return self._backward(self.operands[index][push.position], push.map, scale)
         return self._forward(outputs_of(self.records[index])[push.position], push.map, scale)
 
-    def _take(self, index: int, step: Step, scale: int, push: _Pusher) -> _Move | Refusal:
+    def _take(self, index: int, step: Step, scale: int, direction: str) -> _Move | Refusal:
         """Follow one record's answer: absorbed here, refused, or the first alternative that succeeds whole."""
         match step:
             case Refusal():
@@ -295,13 +331,13 @@ class _Driver:
                 paid = pending is not None and any(
                     p is not None and not p.no_shift for p in (pending.pre, pending.post)
                 )
-                return _Move([(index, step.map)], adds=0 if paid else step.adds)
+                return _Move([_Absorbed(index, step.map, direction)], adds=0 if paid else step.adds)
             case _:
                 refusal: Refusal | None = None
                 for alternative in step:
                     total = _Move(through=[self.records[index].node])
                     for p in alternative:
-                        move = push(index, p, scale)
+                        move = self._push(index, p, scale, direction)
                         if isinstance(move, Refusal):
                             refusal = refusal or move
                             break
@@ -375,15 +411,11 @@ class _Driver:
 
     def _homes(self, move: _Move) -> Iterable[str]:
         """Where a map ended up: a scale that absorbed it may itself have moved on."""
-        for site, _ in move.absorbed:
+        for site, _, _ in move.absorbed:
             if site in self.folds:
                 yield from self._homes(self.folds[site][1])
             else:
                 yield self.records[site].node
-
-
-_Pusher = Callable[[int, Push, int], _Move | Refusal]
-"""One of the two walkers, for `_take`: follow a push from a record, on behalf of a scale."""
 
 
 def _with_map(record: Scale, total: Affine) -> Scale:

@@ -175,7 +175,7 @@ class Fold:
     norm: str | None
     into: tuple[str, ...]
     through: tuple[str, ...]
-    direction: str  # "backward", "forward" or "merge"
+    direction: str  # "backward", "forward", "both" (scale and shift parted ways) or "merge"
     op: str = ""
 
 

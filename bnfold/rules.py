@@ -254,6 +254,8 @@ def _spread(record: Sum, m: Affine, program: Program) -> Step:
         )
     scale = Affine.of(m.scale, 0.0, m.rank)
     count = range(len(record.inputs))
+    if m.no_scale:
+        return [(Push(i, m),) for i in count]
     if m.no_shift:
         return [tuple(Push(i, m) for i in count)]
     return [tuple(Push(i, m if i == taker else scale) for i in count) for taker in count]

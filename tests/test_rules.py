@@ -546,3 +546,33 @@ BATCH = Refusal(Reason.BATCH_STATISTICS, "gelu", "it normalises by the batch")
 )  # fmt: skip
 def test_opaque(case):
     case.check()
+
+
+# ---------------------------------------------------------------------- scale and shift part ways
+
+
+def _mixed(x: Value, **norm) -> Value:
+    """A norm whose scale passes the ReLU before it and whose shift passes the sum behind it."""
+    return total(x.conv(4).relu().norm(**norm), x.gelu())
+
+
+def _summed(x: Value, **norm) -> Value:
+    """A norm whose scale passes the padding behind it and whose shift passes the sum before it, not its scale."""
+    return total(x.conv(4), x.gelu()).norm(**norm)
+
+
+@table(
+    Case("scale back, shift ahead", lambda x: _mixed(x, sign="positive").conv(3), "bn both into conv, conv2 through relu, sum",
+         {}, LAYERS),
+    Case("shift back, scale ahead", lambda x: _summed(x, sign="positive").conv(3, taps=3, padded=True),
+         "bn both into conv, conv2 through sum", {}, LAYERS),
+    Case("a zero scale has no shift to move back", lambda x: _summed(x).conv(3, taps=3, padded=True),
+         kept=kept("unsupported-op at gelu", "padded-shift at conv2")),
+    Case("a negative scale stays", lambda x: _mixed(x).conv(3), kept=kept("nonzero-shift at relu", "unequal-branches at sum")),
+    Case("shift ahead meets padding", lambda x: _mixed(x, sign="positive").conv(3, taps=3, padded=True),
+         kept=kept("nonzero-shift at relu", "unequal-branches at sum")),
+    Case("a positive scale alone is no gain", lambda x: x.conv(4).relu().norm(sign="positive"),
+         kept=ends("nonzero-shift at relu")),
+)  # fmt: skip
+def test_parted(case):
+    case.check()
