@@ -8,89 +8,30 @@ result does not fit its stored type, the fold that caused it is barred and the p
 from __future__ import annotations
 
 import dataclasses
-import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 import numpy as np
 
 from .affine import Affine
-from .errors import UsageError
-from .ops import Linear, Opaque, Program, Record, Scale, inputs_of, outputs_of
+from .merging import Branch, composed, place, solve_merged
+from .ops import Linear, Opaque, Program, Record, Scale, Sum, inputs_of, outputs_of
+from .planning import Bypass, Edit, Merge, Plan, Selection, SetLinear, SetScale
 from .report import Fold, Kept, Norm, Reason, Refusal, Report
 from .rules import Absorb, Push, Step, backward, cost_of, forward
-from .weights import NewWeights, solve
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SetLinear:
-    """Give the Linear at `site` new parameters."""
-
-    site: int
-    new: NewWeights
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SetScale:
-    """Make the Scale at `site` compute `map`."""
-
-    site: int
-    map: Affine
-
-
-@dataclass(frozen=True, slots=True)
-class Bypass:
-    """Take the Scale at `site` out. Backward folds keep its output's name, others ("forward", "both") its input's."""
-
-    site: int
-    direction: str
-
-
-Edit = SetLinear | SetScale | Bypass
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Edits in the order of their sites, the report that describes them, and which scales went into which site."""
-
-    edits: tuple[Edit, ...]
-    report: Report
-    taken: Mapping[int, tuple[int, ...]]
-
-    def contributors(self, site: int) -> tuple[int, ...]:
-        """The scales whose maps the site took in, directly or through a scale that moved on."""
-        return self.taken.get(site, ())
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """Which norms may fold, by name patterns in shell style."""
-
-    only: tuple[str, ...] = ()
-    skip: tuple[str, ...] = ()
-
-    def allows(self, name: str) -> bool:
-        """Whether the name is selected."""
-        chosen = not self.only or any(fnmatchcase(name, p) for p in self.only)
-        return chosen and not any(fnmatchcase(name, p) for p in self.skip)
-
-    def check(self, names: Sequence[str]) -> None:
-        """Raise UsageError for a pattern that matches nothing: it is a typing error more often than not."""
-        for p in (*self.only, *self.skip):
-            if not any(fnmatchcase(n, p) for n in names):
-                near = difflib.get_close_matches(p, names, 3, 0.4) or names[:3]
-                hint = f"; the closest are {', '.join(near)}" if near else "; the model has none"
-                raise UsageError(f"the pattern {p!r} matches no normalization{hint}")
+from .weights import solve
 
 
 def make_plan(
-    program: Program, selection: Selection | None = None, refused: Mapping[int, Refusal] | None = None
+    program: Program,
+    selection: Selection | None = None,
+    refused: Mapping[int, Refusal] | None = None,
+    merge: bool = True,
 ) -> Plan:
-    """Fold everything that can be folded, but for the scales `refused` from outside (by record index).
+    """Fold everything that can be folded, but for the scales and sums `refused` from outside (by record index).
 
-    Raises UsageError when a pattern of the selection matches nothing.
+    `merge`: whether parallel branches may become one layer. Raises UsageError when a pattern matches nothing.
     """
     selection = selection or Selection()
     selection.check([r.node for r in program.records if isinstance(r, Scale)] + list(program.norms()))
@@ -98,6 +39,8 @@ def make_plan(
     while True:
         driver = _Driver(program, selection, barred, refused or {})
         driver.sweep()
+        while merge and driver.merge():
+            driver.sweep()
         edits = driver.edits()
         if not isinstance(edits, _Barred):
             return Plan(tuple(edits), driver.report(), driver.taken())
@@ -126,6 +69,7 @@ class _Pending:
 
     pre: Affine | None = None
     post: Affine | None = None
+    branches: list[Branch] = field(default_factory=list[Branch])  # of a layer that others were merged into
     contributors: list[int] = field(default_factory=list[int])
     stages: list[_Stage] = field(default_factory=list[_Stage])
 
@@ -177,6 +121,7 @@ class _Driver:
         self.linears: dict[int, _Pending] = {}
         self.scales: dict[int, _Pending] = {}
         self.folds: dict[int, tuple[str, _Move]] = {}
+        self.merges: dict[int, Merge] = {}
         self.refusals: dict[int, tuple[Refusal, ...]] = {}
 
     # ------------------------------------------------------------------ sweeping
@@ -348,6 +293,85 @@ class _Driver:
                     Reason.UNEQUAL_BRANCHES, self.records[index].node, "no branch can take the map"
                 )
 
+    # ------------------------------------------------------------------ merging
+
+    def merge(self) -> bool:
+        """Merge what is only added: one pass over the sums; whether any merge was made."""
+        before = len(self.merges)
+        for i, r in enumerate(self.records):
+            if isinstance(r, Sum) and not {i} & {*self.merges, *self.refused} and (i, i) not in self.barred:
+                self._merge(i, r)
+        return len(self.merges) > before
+
+    def _merge(self, index: int, record: Sum) -> None:
+        """Let the layer with the most taps compute the whole sum, when all summands read what it reads."""
+        summands = [self._summand(v, index) for v in self.operands[index]]
+        layers = [s for s in summands if s is not None and isinstance(self.records[s], Linear)]
+        if not layers:
+            return
+        base = max(layers, key=lambda s: int(np.prod(self._layer(s).weight.shape)))
+        x = self.operands[base][0]
+        branches: list[Branch] = []
+        for v, s in zip(self.operands[index], summands, strict=True):
+            if v == x:
+                branches.append(Branch(None, None, None, ()))
+            elif s is not None and self.operands[s][0] == x:
+                branches += self._branches(s)
+            else:
+                return
+        placed = [place(self._layer(base), b) for b in branches]
+        fitting = [b for b in placed if b is not None]
+        if len(fitting) < len(placed) or len(fitting) < 2:
+            return
+        self._commit_merge(index, record, base, fitting, [s for s in summands if s is not None and s != base])
+
+    def _layer(self, index: int) -> Linear:
+        record = self.records[index]
+        assert isinstance(record, Linear)
+        return record
+
+    def _summand(self, value: str, index: int) -> int | None:
+        """The layer or scale that computes the value for this sum alone."""
+        alone = len(self.users[value]) == 1 and value not in self.outputs and value not in self.pinned
+        producer = self.producer.get(value, (-1, 0))[0]
+        if not alone or producer < 0 or producer in self.refused:
+            return None
+        record = self.records[producer]
+        if isinstance(record, Linear):
+            return producer if record.geometry is not None and record.frozen is None else None
+        return producer if isinstance(record, Scale) and self.selection.allows(record.node) else None
+
+    def _branches(self, index: int) -> list[Branch]:
+        record = self.records[index]
+        if isinstance(record, Scale):
+            return [Branch(None, None, record.map, ())]
+        pending = self.linears.get(index, _Pending())
+        own = pending.branches or [Branch(self._layer(index), None, None, ())]
+        return composed(own, pending.pre, pending.post)
+
+    def _commit_merge(self, index: int, record: Sum, base: int, branches: list[Branch], dropped: list[int]) -> None:
+        x, before, after = self.operands[base][0], self._layer(base).output, record.output
+        pending = self.linears.setdefault(base, _Pending())
+        for d in dropped:
+            taken = self.linears.pop(d, None) or self.scales.get(d, _Pending())
+            pending.contributors += taken.contributors
+            if isinstance(self.records[d], Scale):
+                pending.contributors.append(d)
+                self.folds[d] = ("merge", _Move([_Absorbed(base, Affine.of(1.0, 0.0, 1), "backward")], [record.node]))
+                self.refusals.pop(d, None)
+        pending.branches, pending.pre, pending.post = branches, None, None
+        pending.stages = [(index, None, None)]
+        gone = {index, *dropped}
+        self.users[x] = [u for u in self.users[x] if u[0] not in gone]
+        for user, k in self.users.get(after, []):
+            self.operands[user][k] = before
+        self.users[before] = self.users.pop(after, [])
+        if after in self.outputs:
+            self.outputs[before] = self.outputs[after]
+        if after in self.pinned:
+            self.pinned[before] = self.pinned[after]
+        self.merges[index] = Merge(index, base, tuple(dropped))
+
     # ------------------------------------------------------------------ results
 
     def edits(self) -> list[Edit] | _Barred:
@@ -356,31 +380,33 @@ class _Driver:
         for site, pending in (*self.linears.items(), *self.scales.items()):
             if site in self.folds:
                 continue
-            edit = self._edit(site, pending.pre, pending.post)
+            edit = self._edit(site, pending.pre, pending.post, pending.branches)
             if isinstance(edit, Refusal):
                 return self._first_misfit(site, pending)
             found[site] = edit
         for site, (direction, _) in self.folds.items():
-            found[site] = Bypass(site, direction)
+            if direction != "merge":
+                found[site] = Bypass(site, direction)
+        found |= self.merges
         return [found[i] for i in sorted(found)]
 
     def taken(self) -> dict[int, tuple[int, ...]]:
         """For each site, the scales whose maps it took in."""
         return {s: tuple(dict.fromkeys(p.contributors)) for s, p in (*self.linears.items(), *self.scales.items())}
 
-    def _edit(self, site: int, pre: Affine | None, post: Affine | None) -> Edit | Refusal:
+    def _edit(self, site: int, pre: Affine | None, post: Affine | None, branches: list[Branch]) -> Edit | Refusal:
         record = self.records[site]
         if isinstance(record, Scale):
             assert post is not None
             return _misfit(record, post) or SetScale(site, post)
         assert isinstance(record, Linear)
-        new = solve(record, pre, post)
+        new = solve_merged(record, composed(branches, pre, post)) if branches else solve(record, pre, post)
         return new if isinstance(new, Refusal) else SetLinear(site, new)
 
     def _first_misfit(self, site: int, pending: _Pending) -> _Barred:
         """The first fold into the site after which its values no longer fit."""
         for scale, pre, post in pending.stages:
-            why = self._edit(site, pre, post)
+            why = self._edit(site, pre, post, pending.branches)
             if isinstance(why, Refusal):
                 return _Barred(site, scale, why)
         raise AssertionError("the last stage is what did not fit")
@@ -407,6 +433,10 @@ class _Driver:
             elif r.is_norm:
                 why = self.refused.get(i) or Refusal(Reason.EXCLUDED, r.node, "not selected by --only / --skip")
                 kept.append(Kept(r.node, self.refusals.get(i, (why,)), r.op))
+        for m in self.merges.values():
+            into, names = (self.records[m.base].node,), (self.records[m.site].node,)
+            plain = [self.records[d].node for d in m.dropped if isinstance(self.records[d], Linear)]
+            folded.append(Fold(None, into, names, "merge", " + ".join(plain) or "identity"))
         return Report(tuple(norms), tuple(folded), tuple(kept), tuple(affine))
 
     def _homes(self, move: _Move) -> Iterable[str]:

@@ -46,6 +46,26 @@ class Tensor:
         return self.format.unpack(self.read())
 
 
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """How a convolution slides: tap i of output o reads the input at `o * stride - before + i * dilation`.
+
+    `before` and `after` are how many zeros pad the input in front and behind.
+    """
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+    @property
+    def span(self) -> tuple[int, ...]:
+        """By how much the result is longer than the input at stride 1; with the stride this decides its size."""
+        axes = zip(self.kernel, self.dilation, self.before, self.after, strict=True)
+        return tuple(b + a - d * (k - 1) for k, d, b, a in axes)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Linear:
     """Conv, ConvTranspose, Gemm, MatMul, Embedding: linear along one channel axis, with constant weights.
@@ -68,6 +88,7 @@ class Linear:
     free_bias: bool = True  # a bias costs no node
     alpha: float = 1.0
     beta: float = 1.0
+    geometry: Geometry | None = None  # of a convolution that may be merged with others
     frozen: Refusal | None = None  # why its parameters must stay
 
     @property

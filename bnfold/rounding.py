@@ -131,6 +131,10 @@ class Accumulator:
         """Add `values`, which broadcast to the shape."""
         self._add(values, np.zeros(()))
 
+    def add_pair(self, other: Accumulator) -> None:
+        """Add another accumulator's value, of the same shape."""
+        self._add(other.hi, other.lo)
+
     def add_product(self, a: Array, b: Array) -> None:
         """Add `a * b`, which broadcasts to the shape."""
         self._add(*_two_product(a, b))

@@ -122,7 +122,7 @@ def _plain(report: Report, planned: bool) -> None:
         print(_summary(report, planned))
     fate, other = ("would fold", "would stay") if planned else ("folded", "kept  ")
     for f in report.folded:
-        print(f"{fate}  {f.norm}  ->  {_into(f)}")
+        print(f"{fate}  {f.norm or f.op}  ->  {_into(f)}")
     for f in report.affine:
         print(f"{fate}  {f.norm} (constant {f.op})  ->  {_into(f)}")
     for k in report.kept:
@@ -148,8 +148,11 @@ def _summary(report: Report, planned: bool) -> str:
         return f"no normalizations{constant}"
     ops = Counter(n.op for n in report.norms)
     kinds = ", ".join(f"{n} {op}" for op, n in ops.most_common())
-    fates = f"{len(report.folded)} {verb}, {len(report.kept)} {'would stay' if planned else 'kept'}"
-    return f"{_counted(len(report.norms), 'normalization')} ({kinds}): {fates}{constant}"
+    norms = sum(f.norm is not None for f in report.folded)
+    merged = len(report.folded) - norms
+    branches = f", {_counted(merged, 'sum')} of parallel branches {'would merge' if planned else 'merged'}" if merged else ""
+    fates = f"{norms} {verb}, {len(report.kept)} {'would stay' if planned else 'kept'}"
+    return f"{_counted(len(report.norms), 'normalization')} ({kinds}): {fates}{constant}{branches}"
 
 
 def _counted(n: int, noun: str) -> str:

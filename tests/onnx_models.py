@@ -252,8 +252,8 @@ def random_feeds(m: ModelProto, batch: int = 2) -> dict[str, Array]:
         shape = [d.dim_value or batch for d in t.shape.dim]
         values = rng_of(v.name).normal(0.5, 1.5, shape)
         dtype = tensor_dtype_to_np_dtype(t.elem_type)
-        feeds[v.name] = np.asarray(values > 0 if dtype == bool else np.abs(values) if dtype.kind in "iu" else values)
-        feeds[v.name] = feeds[v.name].astype(dtype)
+        values = values > 0 if dtype.kind == "b" else np.abs(values) if dtype.kind in "iu" else values
+        feeds[v.name] = np.asarray(values).astype(dtype)
     return feeds
 
 
@@ -377,7 +377,7 @@ def differences(old: Any, new: Any, path: str = "") -> list[str]:
                 found.append(where)
             elif old.HasField(field.name):
                 found += differences(a, b, where)
-        elif old.HasField(field.name) != new.HasField(field.name) or (a != b and not (a != a and b != b)):
+        elif old.HasField(field.name) != new.HasField(field.name) or repr(a) != repr(b):
             found.append(where)
     return found
 

@@ -71,6 +71,8 @@ def mul(x: Value, axis=1) -> Value:
          {"SetLinear": 1, "Bypass": 4}),
     Case("mul, plus and norm", lambda x: plus(mul(x.conv(6))).norm(),
          ("bn backward into conv", "mul backward into conv", "plus backward into conv"), {}, THREE),
+    Case("plus and mul before a layer, the last one first", lambda x: mul(plus(x)).conv(3),
+         ("mul forward into conv", "plus forward into conv"), {}, TWO),
     Case("between two layers it goes backward", lambda x: x.conv(6).norm().conv(3), "bn backward into conv", {}, ONE),
     Case("a chain of layers", lambda x: x.conv(4).norm().relu().conv(5).norm().relu().conv(3).norm(),
          ("bn backward into conv", "bn2 backward into conv2", "bn3 backward into conv3"), {},
@@ -526,6 +528,15 @@ class Fuzz:
             made += self.one_of(self.BETWEEN)(self, *self.newest(made or [x]))
         return made + (self.norm if backward else self.layer)(*self.newest(made or [x]))
 
+    def parted(self, x: Value, axis: int) -> list[Value]:
+        """A norm between a sum and an activation or padding, of which one lets its scale pass and one its shift."""
+        if axis != 1 or len(x.shape) != 3:
+            return []
+        y, other = x.conv(x.shape[1]), self.net.input(*x.shape, name=self.net.name("y"))
+        if self.often(0.5):
+            return self.along(1, total(y.relu().norm("positive"), other.gelu()).conv(3))
+        return self.along(1, total(y, other.gelu()).norm("positive").conv(3, padded=True))
+
     def newest(self, values: list[Value]) -> tuple[Value, int]:
         return values[-1], self.axis.get(values[-1].name, 1)
 
@@ -554,8 +565,8 @@ class Fuzz:
 
 OPS, WEIGHTS = zip(
     (Fuzz.sandwich, 0.4), (Fuzz.layer, 0.15), (Fuzz.norm, 0.15), (Fuzz.constant, 0.05), (Fuzz.carry, 0.03),
-    (Fuzz.permute, 0.03), (Fuzz.reshape, 0.03), (Fuzz.take, 0.03), (Fuzz.join, 0.05), (Fuzz.embed, 0.04),
-    (Fuzz.opaque, 0.04),
+    (Fuzz.permute, 0.02), (Fuzz.reshape, 0.02), (Fuzz.take, 0.02), (Fuzz.join, 0.05), (Fuzz.embed, 0.04),
+    (Fuzz.opaque, 0.03), (Fuzz.parted, 0.04),
     strict=True,
 )  # fmt: skip
 
@@ -583,8 +594,8 @@ def test_random_nets(seeds, least):
             pytest.fail(f"seed {seed}: {e}; {folds_text(plan.report)}")
         for f in (*plan.report.folded, *plan.report.affine):
             kinds = {kind_of(n) for n in (*f.into, *f.through)}
-            exercised.update({f"{RECORDS.get(k, k)} {f.direction}" for k in kinds})
+            exercised.update({f"{RECORDS.get(k, k)} {f.direction}" for k in kinds} | {f.direction})
         reasons.update(r.reason for k in plan.report.kept for r in k.reasons)
-    wanted = {f"{k} {d}" for k in PASSED for d in ("backward", "forward")} | {"embedding backward"}
+    wanted = {f"{k} {d}" for k in PASSED for d in ("backward", "forward")} | {"embedding backward", "both"}
     assert not {k: exercised[k] for k in wanted if exercised[k] < least}
     assert len(reasons) >= 11

@@ -70,7 +70,9 @@ BIASES = {  # nodes that make b, of shape (4,)
     "constant-floats": "b = Constant<value_floats=[1.0, -2.0, 0.5, 0.0]>()",
     "constant-tensor": "b = Constant<value = float[4] {1, -2, 0.5, 0}>()",
     "constant-float": "f = Constant<value_float=1.5>() s = Constant<value_ints=[4]>() b = Expand(f, s)",
-    "constant-int": "i = Constant<value_int=4>() z = Constant<value_ints=[0]>() s = Unsqueeze(i, z) b = ConstantOfShape(s)",
+    "constant-int": (
+        "i = Constant<value_int=4>() z = Constant<value_ints=[0]>() s = Unsqueeze(i, z) b = ConstantOfShape(s)"
+    ),
     "constant-of-shape-default": "s = Constant<value_ints=[4]>() b = ConstantOfShape(s)",
     "torch-unoptimized": (
         "z = Constant<value_int=0>() f = CastLike(z, x) s = Shape(w) i0 = Constant<value_ints=[0]>() "
@@ -80,11 +82,24 @@ BIASES = {  # nodes that make b, of shape (4,)
         "z = Constant<value_float=0.25>() f = Cast<to=1>(z) s = Shape<start=0, end=1>(w) b = Expand(f, s)"
     ),
     "shape-of-the-input": (
-        "s = Shape(x) i = Constant<value_ints=[1]>() d = Gather(s, i) e = Constant<value_ints=[1]>() u = Add(d, e) b = ConstantOfShape(u)"
+        "s = Shape(x) i = Constant<value_ints=[1]>() d = Gather(s, i) e = Constant<value_ints=[1]>() "
+        "u = Add(d, e) b = ConstantOfShape(u)"
     ),
-    "size": "k = Constant<value = float[2,2] {1, 2, 3, 4}>() s = Size(k) z = Constant<value_ints=[0]>() u = Unsqueeze(s, z) b = ConstantOfShape(u)",
-    "range": "a = Constant<value_float=0.0>() e = Constant<value_float=4.0>() d = Constant<value_float=1.0>() b = Range(a, e, d)",
-    "rounded-at-run": "v = Constant<value_floats=[0.7, 0.1, 0.3, 0.6]>() t = Constant<value_float=10.0>() p = Mul(v, t) b = Floor(p)",
+    "size": (
+        "k = Constant<value = float[2,2] {1, 2, 3, 4}>() s = Size(k) z = Constant<value_ints=[0]>() "
+        "u = Unsqueeze(s, z) b = ConstantOfShape(u)"
+    ),
+    "range": (
+        "a = Constant<value_float=0.0>() e = Constant<value_float=4.0>() d = Constant<value_float=1.0>() "
+        "b = Range(a, e, d)"
+    ),
+    "rounded-at-run": (
+        "v = Constant<value_floats=[0.7, 0.1, 0.3, 0.6]>() t = Constant<value_float=10.0>() p = Mul(v, t) b = Floor(p)"
+    ),
+    "compared-at-run": (
+        "v = Constant<value_floats=[0.7, 0.1, 0.3, 0.6]>() t = Constant<value_float=10.0>() p = Mul(v, t) "
+        "f = Constant<value_floats=[7.0, 2.0, 3.5, 5.0]>() q = GreaterOrEqual(p, f) b = Cast<to=1>(q)"
+    ),
     "sequence": "v = Constant<value_floats=[0.7, 0.1]>() q = SequenceConstruct(v, v) b = ConcatFromSequence<axis=0>(q)",
 }
 
@@ -94,10 +109,11 @@ def test_bias_is_computed_from_constants(kind):
     static = "x) => (float[2,4,4,3] y)" if kind == "shape-of-the-input" else None
     head = f"(float[2,3,5,4] {static}" if static else "(float[N,3,5,4] x) => (float[N,4,4,3] y)"
     m = model(f"{head} {{ {BIASES[kind]} c = Conv(x, w, b) [n] y = BN(c, n) }}", w=(4, 3, 2, 2), n=4)
-    if kind == "rounded-at-run":  # 0.7f * 10 is 7 in float32 and below it in float64
+    at_run = {"rounded-at-run": [7.0, 1.0, 3.0, 6.0], "compared-at-run": [1.0, 0.0, 0.0, 1.0]}
+    if kind in at_run:  # 0.7f * 10 is 7 in float32 and below it in float64
         result = bnfold.fold(m)
         zero = bnfold.fold(model(f"{head} {{ c = Conv(x, w, b) [n] y = BN(c, n) }}", w=(4, 3, 2, 2), n=4,
-                                 b=np.array([7.0, 1.0, 3.0, 6.0])))  # fmt: skip
+                                 b=np.array(at_run[kind])))  # fmt: skip
         np.testing.assert_array_equal(
             numpy_helper.to_array(result.model.graph.initializer[-1]), initializer(zero.model, "b")
         )
@@ -120,7 +136,8 @@ STATISTICS = {
 @pytest.mark.parametrize("kind", STATISTICS)
 def test_statistics_are_computed_from_constants(kind):
     m = model(
-        f"(float[N,3,5,4] x) => (float[N,4,4,3] y) {{ {STATISTICS[kind]} c = Conv(x, w) [n] y = BatchNormalization(c, n_s, n_b, n_m, v) }}",
+        f"(float[N,3,5,4] x) => (float[N,4,4,3] y) {{ {STATISTICS[kind]} c = Conv(x, w) "
+        f"[n] y = BatchNormalization(c, n_s, n_b, n_m, v) }}",
         w=(4, 3, 2, 2), n=4, l=(4,), h=np.array([0.5, 1.25, 2, 3], np.float16), wide=np.ones((3, 4), np.float32),
         i0=np.array([0]), i1=np.array([1]),
     )  # fmt: skip
@@ -134,6 +151,7 @@ DYNAMIC = {  # nodes that make b depend on an input, and what the report says
     "random": ("b = RandomNormal<shape=[4]>()", "computed at run time by RandomNormal"),
     "unknown-shape": ("s = Shape<start=0, end=1>(d) b = ConstantOfShape(s)", "computed at run time by ConstantOfShape"),
     "foreign": ("b = acme.Make(b0)", "computed at run time by Make"),
+    "dropout": ("b = Dropout(b0, half, yes)", "computed at run time by Dropout"),
 }
 
 
@@ -143,7 +161,7 @@ def test_parameters_that_are_not_constant(kind):
     extra = ", float[4] b" if kind == "input-itself" else ""
     m = model(
         f"(float[N,3,5,4] x, float[M] d{extra}) => (float[N,4,4,3] y) {{ {nodes} c = Conv(x, w, b) [n] y = BN(c, n) }}",
-        w=(4, 3, 2, 2), b0=(4,), n=4,
+        w=(4, 3, 2, 2), b0=(4,), n=4, half=np.float32(0.5), yes=np.array(True),
     )  # fmt: skip
     report = bnfold.plan(m)
     assert [(k.norm, r.reason) for k in report.kept for r in k.reasons[:1]] == [("n", "dynamic-parameter")]
@@ -153,7 +171,8 @@ def test_parameters_that_are_not_constant(kind):
 
 def test_weight_from_a_quantized_one():
     m = model(
-        "(float[N,3,5,4] x) => (float[N,4,4,3] y) { w = DequantizeLinear<axis=0>(q, s) c = Conv(x, w) [n] y = BN(c, n) }",
+        "(float[N,3,5,4] x) => (float[N,4,4,3] y) { w = DequantizeLinear<axis=0>(q, s) c = Conv(x, w) "
+        "[n] y = BN(c, n) }",
         opset=21, q=np.arange(-20, 28, dtype=np.int8).reshape(4, 3, 2, 2), s=(4,), n=4,
     )  # fmt: skip
     check(m, kept={"n": "quantized-parameter"})
@@ -263,6 +282,12 @@ def test_ir_3_lists_every_initializer_of_the_result():
         i.name for i in result.model.graph.input
     ] == ["x", "w", "y_bias"]
     assert {t.name for t in result.model.graph.initializer} < {i.name for i in result.model.graph.input}
+
+
+def test_ir_3_knows_no_interface_of_initializers():
+    m = model(CONV_NORM, ir=3, opset=8, **ARRAYS)
+    m.graph.input.pop()
+    check(m, folded=["n"], nodes=["Conv"], checked=False)
 
 
 def test_ir_3_a_bias_that_grows_is_listed_with_its_new_shape():

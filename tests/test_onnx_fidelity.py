@@ -102,7 +102,8 @@ def test_a_fold_touches_only_what_it_must(kind):
 
 def test_a_norm_that_takes_up_arithmetic_keeps_what_is_said_of_it():
     m = model(
-        "(float[N,4,4,3] x) => (float[N,4,4,3] z) { [sig] s = Sigmoid(x) [k] c = Mul(s, k) [n] y = BN<epsilon: float=0.001>(c, n) z = Sigmoid(y) }",
+        "(float[N,4,4,3] x) => (float[N,4,4,3] z) { [sig] s = Sigmoid(x) [k] c = Mul(s, k) "
+        "[n] y = BN<epsilon: float=0.001>(c, n) z = Sigmoid(y) }",
         k=(4, 1, 1), n=4,
     )  # fmt: skip
     m = decorate(m)
@@ -115,15 +116,25 @@ def test_a_norm_that_takes_up_arithmetic_keeps_what_is_said_of_it():
 
 
 NOTHING = {
-    "no-norm": "(float[N,3,6,5] x) => (float[N,4,4,3] z) { c = Conv(x, w) y = Sigmoid(c) [sig] s = Sigmoid(y) z = Identity(s) }",
-    "norm-that-stays": "(float[N,4,4,3] x) => (float[N,4,4,3] z) { c = Sigmoid(x) y = BN(c, n) [sig] s = Sigmoid(y) z = Identity(s) }",
-    "excluded": "(float[N,3,6,5] x) => (float[N,4,4,3] z) { c = Conv(x, w) y = BN(c, n) [sig] s = Sigmoid(y) z = Identity(s) }",
+    "no-norm": "c = Conv(x, w) y = Sigmoid(c)",
+    "norm-that-stays": "e = Conv(x, w) c = Sigmoid(e) y = BN(c, n)",
+    "excluded": "c = Conv(x, w) y = BN(c, n)",
 }
+
+
+def test_what_is_said_of_a_weights_quantization_goes_with_its_values():
+    m = model("(float[N,4] x) => (float[N,5] y) { c = Gemm(x, w) [n] y = BN(c, n) }", w=(4, 5), n=5, scale=())
+    for name in ("w", "y"):
+        annotation = m.graph.quantization_annotation.add(tensor_name=name)
+        annotation.quant_parameter_tensor_names.add(key="SCALE_TENSOR", value="scale")
+    result = check(m, folded=["n"], nodes=["Gemm"])
+    assert [a.tensor_name for a in result.model.graph.quantization_annotation] == ["y"]
+    assert "scale" in [t.name for t in result.model.graph.initializer]
 
 
 @pytest.mark.parametrize("kind", NOTHING)
 def test_where_nothing_folds_the_file_comes_back_to_the_byte(kind):
-    m = decorate(model(NOTHING[kind], w=(4, 3, 3, 3), n=4))
+    m = decorate(model(PLAIN.format(NOTHING[kind]), w=(4, 3, 3, 3), n=4))
     unknown = m.SerializeToString() + b"\xfa\x3f\x03abc"  # a field of a later IR: number 2047, three bytes
     m = ModelProto.FromString(unknown)
     found = bnfold.fold(m, skip=["y"] if kind == "excluded" else None).model

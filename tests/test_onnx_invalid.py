@@ -107,19 +107,22 @@ BASES = [
     lambda: model("(float[N,4] x) => (float[N,5] y) { [m] a = MatMul(x, w) [k] c = Add(a, b) [n] y = BN(c, n) }",
                   w=(4, 5), b=(5,), n=5),
     lambda: model("""(float[N,4,6] x) => (float[N,5,5] y) { [t] t = Transpose<perm=[1,2,0]>(w0) [p] a = BN(x, p)
-                  [conv] c = Conv(a, t) e = Add(v, eps) r = Sqrt(e) d = Sub(c, mean) [f] f = Div(d, r) [h] y = Mul(f, g) }""",
+                  [conv] c = Conv(a, t) e = Add(v, eps) r = Sqrt(e) d = Sub(c, mean) [f] f = Div(d, r)
+                  [h] y = Mul(f, g) }""",
                   w0=(2, 5, 4), v=np.ones((5, 1), np.float32), mean=(5, 1), g=(5, 1), eps=np.float32(1e-3), p=4),
     lambda: model("""(float[N,3,5,4] x, bool q) => (float[N,4,4,3] y) { y = If(q) <
                   then_branch = yes () => (float[N,4,4,3] t) { [conv] c = Conv(x, w, b) [n] t = BN(c, n) },
                   else_branch = no () => (float[N,4,4,3] e) { d = Conv(x, w, b) e = Relu(d) }> }""", **ARRAYS),
     lambda: model("""(float[N,4] x) => (float[N,4] y) { y = acme.Block(x) }
-                  <domain: "acme", opset_import: ["" : 17]> Block (a) => (r) { s = Constant<value_floats=[2.0, 1.0, -1.0, 0.0]>()
-                  w = Constant<value = float[4,4] {1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16}>() z = Constant<value_floats=[1.0, 1.0, 1.0, 1.0]>()
+                  <domain: "acme", opset_import: ["" : 17]> Block (a) => (r) {
+                  s = Constant<value_floats=[2.0, 1.0, -1.0, 0.0]>() z = Constant<value_floats=[1.0, 1.0, 1.0, 1.0]>()
+                  w = Constant<value = float[4,4] {1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16}>()
                   [g] c = Gemm(a, w) [n] r = BatchNormalization(c, s, z, s, z) }"""),
     lambda: model(CONV.replace("(c, n)", "<spatial=1>(c, n)"), opset=8, ir=3, **ARRAYS),
-    lambda: model("(float[N,4,4,3] x) => (float[N,4,4,3] y) { s = Sigmoid(x) [k] c = Mul(s, k) [n] d = BN(c, n) [i] y = Identity(d) }",
-                  k=(4, 1, 1), n=4),
-    lambda: model("(float[N,4,3] x) => (float[N,12] y) { [n] a = BN(x, n) [f] b = Flatten(a) [g] y = Gemm(b, w) }", w=(12, 12), n=4),
+    lambda: model("""(float[N,4,4,3] x) => (float[N,4,4,3] y) {
+                  s = Sigmoid(x) [k] c = Mul(s, k) [n] d = BN(c, n) [i] y = Identity(d) }""", k=(4, 1, 1), n=4),
+    lambda: model("(float[N,4,3] x) => (float[N,12] y) { [n] a = BN(x, n) [f] b = Flatten(a) [g] y = Gemm(b, w) }",
+                  w=(12, 12), n=4),
 ]  # fmt: skip
 
 
@@ -212,8 +215,7 @@ def judge(seed: int) -> str:
     before = m.SerializeToString(deterministic=True)
     try:
         found = bnfold.fold(m, keep_broken=True)
-    except bnfold.BnfoldError as e:
-        assert "\n" not in str(e)
+    except bnfold.BnfoldError:
         return "refused"
     finally:
         assert m.SerializeToString(deterministic=True) == before
@@ -233,5 +235,5 @@ def judge(seed: int) -> str:
 
 @pytest.mark.parametrize("block", range(4))
 def test_mutants(block):
-    outcomes = [judge(seed) for seed in range(60 * block, 60 * (block + 1))]
+    outcomes = [judge(seed) for seed in range(150 * block, 150 * (block + 1))]
     assert {"refused", "ran"} <= set(outcomes), "the mutations are too tame or too wild to show anything"

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 from onnx_models import check, gentle, initializer, model, norm
 
+import bnfold
+
 # ---------------------------------------------------------------------- convolutions
 
 SIZES = {1: "9", 2: "7,6", 3: "5,4,6"}
@@ -153,12 +155,16 @@ def test_gemm_with_a_computed_bias():
     check(m, kept={"n": "dynamic-parameter"})
 
 
-def test_gemm_of_opset_6_says_that_it_broadcasts():
+@pytest.mark.parametrize(
+    ("flag", "shape"), [("broadcast=1", (5,)), ("broadcast=0", (6, 5)), ("alpha: float=1.0", (6, 5))]
+)
+def test_gemm_of_opset_6_says_whether_it_broadcasts(flag, shape):
     m = model(
-        "(float[N,4] x) => (float[N,5] y) { [g] z = Gemm<broadcast=1>(x, w, c) [n] y = BN<is_test=1>(z, n) }",
-        opset=6, w=(4, 5), c=(5,), n=5,
+        f"(float[6,4] x) => (float[6,5] y) {{ [g] z = Gemm<{flag}>(x, w, c) [n] y = BN<is_test=1>(z, n) }}",
+        opset=6, w=(4, 5), c=shape, n=5,
     )  # fmt: skip
-    check(m, folded=["n"], nodes=["Gemm"])
+    result = check(m, folded=["n"], nodes=["Gemm"])
+    assert initializer(result.model, "c").shape == shape
 
 
 # ---------------------------------------------------------------------- MatMul
@@ -219,7 +225,8 @@ def test_norm_behind_a_batched_matmul_and_transpose():
 @pytest.mark.parametrize("shape", [(5,), (1, 1, 5), (7, 5), (2, 7, 1)], ids=str)
 def test_bias_of_a_batched_matmul(shape):
     m = model(
-        "(float[2,7,4] x) => (float[2,5,7] y) { a = MatMul(x, w) c = Add(a, b) t = Transpose<perm=[0,2,1]>(c) [n] y = BN(t, n) }",
+        "(float[2,7,4] x) => (float[2,5,7] y) { a = MatMul(x, w) c = Add(a, b) t = Transpose<perm=[0,2,1]>(c) "
+        "[n] y = BN(t, n) }",
         w=(4, 5), b=shape, n=5,
     )  # fmt: skip
     check(m, folded=["n"], nodes=["MatMul", "Add", "Transpose"])
@@ -281,7 +288,8 @@ ARITHMETIC = {  # expression in c (a convolution's result) and k, the shape of k
 def test_arithmetic_behind_a_convolution(kind, op, bias):
     expression, shape = ARITHMETIC[kind]
     m = model(
-        f"(float[N,4,5,6] x) => (float[N,4,h,w] y) {{ c = {op}<group=2>({'x, w, b' if bias else 'x, w'}) [k] y = {expression} }}",
+        f"(float[N,4,5,6] x) => (float[N,4,h,w] y) {{ c = {op}<group=2>({'x, w, b' if bias else 'x, w'}) "
+        f"[k] y = {expression} }}",
         w=(4, 2, 3, 2), k=shape, **({"b": (4,)} if bias else {}),
     )  # fmt: skip
     check(m, affine=["k"], nodes=[op])
@@ -294,6 +302,7 @@ STAYS = {  # expression, shape of k: arithmetic that is no per-channel map of a 
     "full-map": ("Add(c, k)", (4, 4, 4)),
     "enlarges-the-batch": ("Mul(c, k)", (2, 4, 1, 1)),
     "enlarges-the-rank": ("Add(c, k)", (1, 1, 4, 1, 1)),
+    "enlarges-the-channels": ("Mul(c, k)", (4, 1, 1)),
     "zero-divisor": ("Div(c, k)", np.zeros((4, 1, 1), np.float32)),
     "infinite": ("Add(c, k)", np.full((4, 1, 1), np.inf, np.float32)),
 }
@@ -304,9 +313,10 @@ def test_arithmetic_that_stays(kind):
     expression, shape = STAYS[kind]
     batch = "1" if "enlarges" in kind else "N"
     dims = {"enlarges-the-batch": "2,4,4,4", "enlarges-the-rank": "1,1,4,4,4"}.get(kind, f"{batch},4,4,4")
+    channels = 1 if kind == "enlarges-the-channels" else 4
     m = model(
         f"(float[{batch},3,6,6] x) => (float[{dims}] y) {{ c = Conv(x, w) [k] y = {expression} }}",
-        w=(4, 3, 3, 3), k=shape,
+        w=(channels, 3, 3, 3), k=shape,
     )  # fmt: skip
     check(m, nodes=["Conv", expression[:3]])
 
@@ -316,6 +326,15 @@ def test_a_batch_of_unknown_size_is_not_taken_for_a_constants():
         "(float[N,3,6,6] x) => (float[N,4,4,4] y) { c = Conv(x, w) y = Mul(c, k) }", w=(4, 3, 3, 3), k=(2, 4, 1, 1)
     )
     check(m, nodes=["Conv", "Mul"])
+
+
+def test_sizes_of_minus_one_are_unknown_ones():
+    """Some exporters write -1: two of them are not the same size, nor that of a constant."""
+    m = model("(float[-1,4] x) => (float[-1,4] y) { s = Sigmoid(x) [k] y = Mul(s, k) }", k=(2, 4))
+    check(m, {"x": np.ones((2, 4), np.float32)}, nodes=["Sigmoid", "Mul"], checked=False)
+    m = model("(float[-1,3,-1,-1] x) => (float[-1,4,-1] y) { c = Conv(x, w) r = Flatten<axis=2>(c) [n] y = BN(r, n) }",
+              w=(4, 3, 2, 2), n=4)  # fmt: skip
+    assert len(bnfold.plan(m).norms) == 1
 
 
 def test_integer_arithmetic_is_left_alone():
@@ -339,7 +358,8 @@ def test_mul_takes_up_a_norm_and_an_add_is_inserted():
 @pytest.mark.parametrize("expression", ["Mul(s, k)", "Add(s, k)", "Sub(k, s)", "Div(s, k)"])
 def test_a_norm_takes_up_arithmetic(expression):
     m = model(
-        f"(float[N,4,5,6] x) => (float[N,4,5,6] y) {{ s = Sigmoid(x) [k] a = {expression} [n] c = BN(a, n) y = Sigmoid(c) }}",
+        f"(float[N,4,5,6] x) => (float[N,4,5,6] y) {{ s = Sigmoid(x) [k] a = {expression} [n] c = BN(a, n) "
+        f"y = Sigmoid(c) }}",
         k=(4, 1, 1), n=4,
     )  # fmt: skip
     check(m, affine=["k"], kept={"n": "unsupported-op"}, nodes=["Sigmoid", "BatchNormalization", "Sigmoid"])

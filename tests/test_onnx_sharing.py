@@ -95,7 +95,8 @@ READERS = {  # further outputs, nodes, folded, kept, nodes after
     "relu": (", float[N,4,4,3] z", "y = BN(c, n) z = Relu(c)", [], {"n": "multiple-consumers"}, None),
     "output": (", float[N,4,4,3] c", "y = BN(c, n)", [], {"n": "model-output"}, None),
     "two-norms": (
-        ", float[N,4,4,3] z", "y = BN(c, n) [p] z = BN(c, p)", [], {"n": "multiple-consumers", "p": "multiple-consumers"}, None,
+        ", float[N,4,4,3] z", "y = BN(c, n) [p] z = BN(c, p)", [],
+        {"n": "multiple-consumers", "p": "multiple-consumers"}, None,
     ),
     "same-op-twice": ("", "a = BN(c, n) y = Add(a, a)", ["n"], {}, ["Conv", "Add"]),
     "norm-output-read-twice": (
@@ -108,14 +109,16 @@ READERS = {  # further outputs, nodes, folded, kept, nodes after
     "size-only-reader": (", int64 z", "y = BN(c, n) z = Size(c)", ["n"], {}, ["Conv", "Size"]),
     "type-only-reader": (", float[4] z", "y = BN(c, n) z = CastLike(n_i, c)", ["n"], {}, ["Conv", "CastLike"]),
     "type-only-reader-at-run": (
-        ", float[N,3,6,5] z", "y = BN(c, n) i = Cast<to=7>(x) z = CastLike(i, c)", ["n"], {}, ["Conv", "Cast", "CastLike"],
+        ", float[N,3,6,5] z", "y = BN(c, n) i = Cast<to=7>(x) z = CastLike(i, c)", ["n"], {},
+        ["Conv", "Cast", "CastLike"],
     ),
     "random-of-its-shape": (
         ", float[N,4,4,3] z", "y = BN(c, n) r = RandomNormalLike<seed: float=1.0>(c) z = Mul(r, n_zero)", ["n"], {},
         ["Conv", "RandomNormalLike", "Mul"],
     ),
     "shape-of-both": (
-        ", int64[4] z", "y = BN(c, n) s = Shape(c) t = Shape(y) z = Add(s, t)", ["n"], {}, ["Conv", "Shape", "Shape", "Add"],
+        ", int64[4] z", "y = BN(c, n) s = Shape(c) t = Shape(y) z = Add(s, t)", ["n"], {},
+        ["Conv", "Shape", "Shape", "Add"],
     ),
     "reshape-by-own-shape": (
         "", "a = BN(c, n) s = Shape(c) y = Reshape(a, s)", ["n"], {}, ["Conv", "Shape", "Reshape"],
@@ -151,7 +154,7 @@ def test_shape_readers_of_a_norm_that_folds_forward():
 
 
 def test_shape_readers_of_arithmetic_that_changes():
-    """The intermediate values of an arithmetic norm that takes up another go; who reads their shape reads the input's."""
+    """Values inside an arithmetic norm that takes up another go; who reads their shape reads the input's instead."""
     m = model(
         """(float[N,4,4,3] x) => (float[N,4,4,3] z, int64[4] s1, int64[4] s2) {
             x1 = Sigmoid(x) a = Sub(x1, mean) r = Sqrt(var) b = Div(a, r) s1 = Shape(b)
@@ -162,6 +165,18 @@ def test_shape_readers_of_arithmetic_that_changes():
     kept = {k.norm: "unsupported-op" for k in bnfold.plan(m).kept}
     assert len(folded) == len(kept) == 1
     check(m, folded=folded, kept=kept)
+
+
+@pytest.mark.parametrize("read", ["a", "b"])
+@pytest.mark.parametrize("nodes", ["{a} {b}", "{b} {a}"])
+def test_shape_readers_of_layers_that_are_merged(nodes, read):
+    convs = nodes.format(a="a = Conv<pads=[1,1,1,1]>(x, w)", b="b = Conv(x, v)")
+    m = model(
+        f"(float[N,3,5,4] x) => (float[N,4,5,4] y, int64[4] s) {{ {convs} s = Shape({read}) d = Add(a, b) "
+        f"[n] y = BN(d, n) }}",
+        w=(4, 3, 3, 3), v=(4, 3, 1, 1), n=4,
+    )  # fmt: skip
+    check(m, folded=[f.norm for f in bnfold.fold(m).report.folded])
 
 
 def test_the_same_conv_output_goes_to_a_norm_twice():
@@ -185,8 +200,9 @@ def test_generated_names_avoid_those_that_are_taken(op):
     text = " ".join(f"t{k} = Identity({name})" for k, name in enumerate(TAKEN))
     outputs = ", ".join(f"float[1] t{k}" for k in range(len(TAKEN)))
     m = model(
-        f"(float[{size}] x) => (float[{outer}] y, float[{outer}] z, {outputs}) {{ {text} [conv] c = {op} [n] y = BN(c, n) z = {op} }}",
-        w=shape, n=4, **{name: (1,) for name in TAKEN},
+        f"(float[{size}] x) => (float[{outer}] y, float[{outer}] z, {outputs}) {{ {text} [conv] c = {op} "
+        f"[n] y = BN(c, n) z = {op} }}",
+        w=shape, n=4, **dict.fromkeys(TAKEN, (1,)),
     )  # fmt: skip
     result = check(m, folded=["n"])
     for name in TAKEN:

@@ -224,7 +224,7 @@ def _cast(name: str, source: Constant | None, target: int) -> Constant | None:
     if source is None:
         return None
     into, origin = FORMAT_OF.get(target), source.format
-    if into is not None and (origin is not None or source.elem_type in _INTEGERS):
+    if into is not None and (origin is not None or source.elem_type in {TensorProto.BOOL, *_INTEGERS}):
         dtype = onnx.helper.tensor_dtype_to_np_dtype(target)
         wider = origin is not None and into.precision >= origin.precision and into is not FLOAT16
         return Constant(

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 from onnx import ModelProto
 
-from ..folding import Bypass, Plan, SetLinear, SetScale
 from ..ops import Linear, Program, Scale
+from ..planning import Bypass, Merge, Plan, SetLinear, SetScale
 from ..report import Refusal
 from .onnx_lift import Lifted, lift
 from .onnx_scopes import read_scopes
@@ -49,6 +49,9 @@ class OnnxGraph:
                 case Bypass():
                     assert isinstance(record, Scale)
                     writer.bypass(record, site, edit.direction)
+                case Merge():
+                    sites = self._lifted.sites
+                    writer.merge(sites[edit.base], site, [sites[d] for d in edit.dropped])
         return self._model, writer.finish()
 
 

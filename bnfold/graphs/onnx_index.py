@@ -40,6 +40,7 @@ class Index:
         for scope in scopes:
             self._read(scope)
         for name in _training_names(model):
+            self.taken.add(name)
             self._held[self._key(scopes[0], name)] += 1
 
     def _define(self, scope: Scope) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..affine import Affine, Shape
 from ..norms import Broken, normalization_map
-from ..ops import Kind, Linear, Opaque, Record, Scale
+from ..ops import Geometry, Kind, Linear, Opaque, Record, Scale
 from ..report import Reason, Refusal
 from ..rounding import FLOAT32
 from .onnx_constants import Constant
@@ -56,21 +56,31 @@ def convolution(n: Node) -> Record:
         raise n.invalid(f"a weight {weight.name} of shape {weight.shape} does not go with {groups} groups")
     linear = _linear(
         n, weight, bias, out_dim=1 if transposed else 0, in_axis=1, out_axis=1, groups=groups,
-        uniform_taps=unpadded and not transposed,
+        uniform_taps=unpadded and not transposed, geometry=None if transposed else _geometry(n, weight.shape[2:]),
     )  # fmt: skip
     if bias is not None and bias.shape != (linear.out_channels,):
         raise n.invalid(f"its bias {bias.name} has shape {bias.shape}, not {(linear.out_channels,)}")
     return linear
 
 
+def _geometry(n: Node, kernel: tuple[int, ...]) -> Geometry | None:
+    """How a convolution slides, where its padding is written down."""
+    if n.attr("auto_pad", "NOTSET") not in ("NOTSET", "VALID"):
+        return None
+    rank = len(kernel)
+    pads = tuple(n.attr("pads") or [0] * 2 * rank)
+    stride, dilation = tuple(n.attr("strides") or [1] * rank), tuple(n.attr("dilations") or [1] * rank)
+    if not len(pads) == 2 * len(stride) == 2 * len(dilation) == 2 * rank or min(*pads, *stride, *dilation) < 0:
+        return None
+    return Geometry(kernel, stride, dilation, pads[:rank], pads[rank:])
+
+
 def gemm(n: Node) -> Record:
-    """Gemm with constant B and C; before opset 7 only where it says that it broadcasts."""
+    """Gemm with constant B and C. C keeps the shape of a matrix, so that it need not say that it broadcasts."""
     found = _parameters(n)
     if isinstance(found, Opaque):
         return found
     weight, bias = found
-    if n.attr("broadcast", 1) != 1:
-        return n.opaque()
     if len(weight.shape) != 2:
         raise n.invalid(f"its weight {weight.name} is no matrix")
     linear = _linear(

@@ -33,6 +33,7 @@ def _unknown(n: Node, what: str) -> Opaque:
 
 # ---------------------------------------------------------------------- the same values
 
+
 def identity(n: Node) -> Records:
     """The value itself."""
     return _carry(n)
@@ -192,7 +193,7 @@ def pad(n: Node) -> Records:
 
 
 def resize(n: Node) -> Records:
-    """Nearest and linear interpolation: every result is a mean, so any map passes that is constant where sizes change."""
+    """Nearest and linear interpolation: results are means, so that maps pass that are constant where sizes change."""
     before, after = n.shape(n.value(0)), n.shape(n.result())
     mode = n.attr("mode", "nearest")
     if before is None or after is None or len(before) != len(after) or mode not in ("nearest", "linear", "bilinear"):
@@ -200,7 +201,7 @@ def resize(n: Node) -> Records:
     mixed = frozenset(i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a is None or a != b)
     crop = n.attr("coordinate_transformation_mode", "") == "tf_crop_and_resize"
     if crop and n.attr("extrapolation_value", 0.0) != 0:
-        return n.opaque(Refusal(Reason.PADDED_SHIFT, n.name, "it fills what lies outside with a value that is not zero"))
+        return n.opaque(Refusal(Reason.PADDED_SHIFT, n.name, "what lies outside gets a value that is not zero"))
     return _carry(n, frozenset({Need.NO_SHIFT} if crop else ()), mixed)
 
 
@@ -236,7 +237,8 @@ def _part(size: Dim, by: int) -> Dim:
 def _shuffled(n: Node, split: Shape, order: tuple[int, ...]) -> list[Record]:
     apart = n.inner("apart", split)
     moved = n.inner("moved", tuple(split[i] for i in order))
-    return [Reshape(n.name, n.value(0), apart), Permute(n.name, apart, moved, order), Reshape(n.name, moved, n.result())]
+    x = n.value(0)
+    return [Reshape(n.name, x, apart), Permute(n.name, apart, moved, order), Reshape(n.name, moved, n.result())]
 
 
 # ---------------------------------------------------------------------- joining and taking apart

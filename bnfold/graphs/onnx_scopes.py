@@ -222,7 +222,7 @@ def _declared(values: Iterable[onnx.ValueInfoProto]) -> dict[str, TypeInfo]:
 
 def _dim(d: onnx.TensorShapeProto.Dimension) -> Dim:
     if d.HasField("dim_value"):
-        return int(d.dim_value)
+        return int(d.dim_value) if d.dim_value >= 0 else None  # some exporters write -1 for what they do not know
     return d.dim_param or None
 
 

@@ -110,6 +110,19 @@ class Writer:
         if direction == "backward":
             self._index.rename(scope, x, y)
 
+    def merge(self, base: OnnxSite, total: OnnxSite, dropped: Iterable[OnnxSite]) -> None:
+        """Let the base layer stand for the sum: the sum and its other summands go."""
+        scope, y = base.scope, total.nodes[0].output[0]
+        x = base.nodes[-1].output[0]
+        self._index.remove_node(scope, total.nodes[0])
+        for site in dropped:
+            if self._index.readers(scope, site.nodes[-1].output[0]):
+                continue  # something reads its shape, so it stays
+            for node in site.nodes:
+                self._release(scope, node.input)
+                self._index.remove_node(scope, node)
+        self._index.rename(scope, x, y)
+
     def _remove(self, scope: Scope, node: NodeProto, x: str) -> None:
         """Take a node out; whatever reads its result reads `x` instead."""
         self._index.remove_node(scope, node)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..errors import InvalidFileError, UsageError
-from ..folding import Plan
 from ..ops import Program
+from ..planning import Plan
 from ..report import Refusal
 
 

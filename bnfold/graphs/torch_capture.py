@@ -1,51 +1,24 @@
 """From an nn.Module to an ExportedProgram in which every value is what it says: eval mode, no mutation.
 
-The module is copied first. In-place operations (`relu_`, `add_`) become functional ones, because taking a norm out
-would otherwise let them write into a value that others still read.
+In-place operations (`relu_`, `add_`) become functional ones, because taking a norm out would otherwise let them write
+into a value that others still read.
 """
 
 from __future__ import annotations
 
-import copy
-import logging
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.export import Dim, ExportedProgram
-from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.parameter import is_lazy
+from torch.export.graph_signature import ExportGraphSignature
 from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError, UsageError
-
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-def eval_copy(module: nn.Module) -> nn.Module:
-    """A deep copy in eval mode. Cached non-leaf tensors (the old weight_norm keeps one) are copied detached.
-
-    Raises UsageError for a lazy module that has not seen a batch yet: it has no weights to fold.
-    """
-    _check_materialised(module)
-    memo: dict[int, Any] = {}
-    for m in module.modules():
-        for value in vars(m).values():
-            if isinstance(value, torch.Tensor) and not value.is_leaf:
-                memo[id(value)] = value.detach().clone()
-    return copy.deepcopy(module, memo).eval()
-
-
-def as_inputs(example_inputs: Any) -> Inputs:
-    """Positional and keyword inputs from what a person passes: a tensor, a tuple, a list or a dict of keywords."""
-    if isinstance(example_inputs, Mapping):
-        return (), dict(example_inputs)
-    if isinstance(example_inputs, tuple | list):
-        return tuple(example_inputs), {}
-    return (example_inputs,), {}
+from .torch_trial import Inputs, agrees, first_line, first_names, outputs_of, quiet
+from .torch_trial import eval_copy as eval_copy
 
 
 def capture(module: nn.Module, inputs: Inputs, *, static: bool = False) -> ExportedProgram:
@@ -55,39 +28,56 @@ def capture(module: nn.Module, inputs: Inputs, *, static: bool = False) -> Expor
 
     Raises CaptureError with the exporter's first line, UsageError when the inputs do not fit the module.
     """
-    args, kwargs = _batched(inputs)
-    attempts = [] if static else [(args, kwargs, True), (args, kwargs, False)]
-    if static or args is not inputs[0]:
-        attempts.append((*inputs, False))
+    attempts = [(inputs, False)] if static else [(_batched(inputs), True), (inputs, False)]
     first: Exception | None = None
-    for a, k, dynamic in attempts:
+    for given, dynamic in attempts:
         try:
+            shapes = _free_batch(module, given) if dynamic else None
             with quiet(), torch.no_grad():
-                ep = torch.export.export(module, a, k, dynamic_shapes=_free_batch((a, k)) if dynamic else None)
-            ep = functional(ep)
+                ep = functional(torch.export.export(module, *given, dynamic_shapes=shapes))
             ep.graph.eliminate_dead_code()  # sizes the exporter asked for and did not need
-            return ep
         except Exception as e:
             first = first or e
+            continue
+        _name_calls(ep, module)
+        if given is inputs or _holds_for_one(ep, module, inputs):
+            return ep
     assert first is not None
     _check_runs(module, inputs)
-    raise CaptureError(f"torch.export cannot capture {type(module).__name__}: {_line(first)}") from first
+    raise CaptureError(f"torch.export cannot capture {type(module).__name__}: {first_line(first)}") from first
+
+
+def _holds_for_one(ep: ExportedProgram, module: nn.Module, inputs: Inputs) -> bool:
+    """Whether a program traced with a doubled batch does on a batch of 1 what the module does."""
+    return agrees(ep.module(), module, inputs)
+
+
+def _name_calls(ep: ExportedProgram, module: nn.Module) -> None:
+    """Let a module that is registered under several names go by the first, its calls counted over all of them."""
+    names = first_names(module)
+    if all(path == name for path, name in names.items()):
+        return
+    calls: dict[str, list[str]] = {}
+    for node in ep.graph.nodes:
+        stack: dict[str, Any] = {}
+        for key, (path, cls) in (node.meta.get("nn_module_stack") or {}).items():
+            name = names.get(path, path)
+            known = calls.setdefault(name, [])
+            if key not in known:
+                known.append(key)
+            k = known.index(key)
+            stack[f"{name}@{k}" if k else name] = name, cls
+        if stack:
+            node.meta["nn_module_stack"] = stack
 
 
 def _check_runs(module: nn.Module, inputs: Inputs) -> None:
     """A module that does not run on the inputs is wrong usage, not a shortcoming of the exporter."""
     try:
-        with torch.no_grad():
-            module(*inputs[0], **inputs[1])
+        outputs_of(module, inputs)
     except Exception as e:
         shapes = ", ".join(str(tuple(t.shape)) for t in pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor))
-        raise UsageError(f"{type(module).__name__} does not run on inputs of shape {shapes}: {_line(e)}") from e
-
-
-def _check_materialised(module: nn.Module) -> None:
-    for name, m in module.named_modules():
-        if isinstance(m, LazyModuleMixin) and any(is_lazy(p) for p in (*m._parameters.values(), *m._buffers.values())):
-            raise UsageError(f"{name or type(m).__name__} is an uninitialised lazy module: run a batch through it first")
+        raise UsageError(f"{type(module).__name__} does not run on inputs of shape {shapes}: {first_line(e)}") from e
 
 
 def _batched(inputs: Inputs) -> Inputs:
@@ -102,40 +92,22 @@ def _batched(inputs: Inputs) -> Inputs:
     return pytree.tree_map(double, inputs)
 
 
-def _free_batch(inputs: Inputs) -> Any:
-    """Dimension 0 of every tensor left to the exporter to keep free."""
-    args, kwargs = pytree.tree_map(
-        lambda t: {0: Dim.AUTO} if isinstance(t, torch.Tensor) and t.dim() > 0 and t.shape[0] > 1 else None, inputs
+def _free_batch(module: nn.Module, inputs: Inputs) -> Any:
+    """Dimension 0 of every tensor left to the exporter to keep free, by the names of the module's parameters."""
+    bound = inspect.signature(module.forward).bind(*inputs[0], **inputs[1]).arguments
+    return pytree.tree_map(
+        lambda t: {0: Dim.AUTO} if isinstance(t, torch.Tensor) and t.dim() > 0 and t.shape[0] > 1 else None, bound
     )
-    return kwargs if not args else (*args, *kwargs.values())
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Silence the exporter's progress and solver chatter: what matters comes back as errors."""
-    loggers = [logging.getLogger(n) for n in ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch.onnx")]
-    levels = [lg.level for lg in loggers]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for lg in loggers:
-            lg.setLevel(logging.CRITICAL)
-        try:
-            yield
-        finally:
-            for lg, level in zip(loggers, levels, strict=True):
-                lg.setLevel(level)
-
-
-def _line(e: Exception) -> str:
-    lines = [ln.strip() for ln in str(e).splitlines() if ln.strip()]
-    return f"{type(e).__name__}: {lines[0] if lines else ''}"[:300]
 
 
 # ---------------------------------------------------------------------- mutation
 
 
 def functional(ep: ExportedProgram) -> ExportedProgram:
-    """The program without in-place operations; edits the graph it is given."""
+    """The program without in-place operations; edits the graph it is given.
+
+    Nodes that were in place are marked so in their meta; where the exporter had to rewrite the program, all are.
+    """
     order = {n: i for i, n in enumerate(ep.graph.nodes)}
     mutating = [n for n in ep.graph.nodes if _mutates(n)]
     if not mutating:
@@ -144,13 +116,25 @@ def functional(ep: ExportedProgram) -> ExportedProgram:
         twin = _functional_twin(node)
         if twin is None or not _owned(node, order):
             with quiet():
-                return ep.run_decompositions({})
+                ep = ep.run_decompositions({})
+            for n in ep.graph.nodes:
+                n.meta["was_in_place"] = True
+            return ep
         node.target = twin
         node.meta["was_in_place"] = True
         for user in [u for u in node.args[0].users if order[u] > order[node]]:
             user.replace_input_with(node.args[0], node)
+    name_outputs(ep.graph, ep.graph_signature)
     ep.graph_module.recompile()
     return ep
+
+
+def name_outputs(graph: fx.Graph, signature: ExportGraphSignature) -> None:
+    """Let the signature name the values that the graph returns now."""
+    results = next(n for n in graph.nodes if n.op == "output").args[0]
+    for spec, result in zip(signature.output_specs, results, strict=True):  # type: ignore[arg-type]
+        if isinstance(result, fx.Node) and hasattr(spec.arg, "name"):
+            spec.arg.name = result.name
 
 
 def _mutates(node: fx.Node) -> bool:

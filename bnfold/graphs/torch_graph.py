@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,14 +18,16 @@ from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 
 from ..affine import Affine
 from ..errors import UsageError
-from ..folding import Bypass, Plan, SetLinear, SetScale
-from ..ops import Kind, Linear, Program, Scale, Stored
+from ..folding import make_plan
+from ..ops import Linear, Program, Scale, Stored
+from ..planning import Bypass, Merge, Plan, SetLinear, SetScale
 from ..report import Reason, Refusal
 from ..rounding import FloatFormat, round_product
-from .torch_capture import as_inputs, capture, eval_copy, functional
+from .torch_capture import capture, functional, name_outputs
 from .torch_constants import from_stored
 from .torch_lift import Lifted, Modules, TorchSite, lift, op_name
 from .torch_tree import Tree, modules_of
+from .torch_trial import as_inputs, eval_copy
 
 
 def open_torch(model: Any, example_inputs: Any = None, *, keep_class: bool = False) -> TorchGraph:
@@ -90,6 +92,9 @@ class TorchGraph:
                 case Bypass():
                     assert isinstance(record, Scale)
                     writer.bypass(record, site)
+                case Merge():
+                    sites = self.lifted.sites
+                    writer.merge(sites[edit.base], site, [sites[d] for d in edit.dropped])
         return writer.finish(), writer.bytes_added
 
 
@@ -97,7 +102,15 @@ class ProgramGraph(TorchGraph):
     """An ExportedProgram comes back as one."""
 
     def __init__(self, program: ExportedProgram):
-        super().__init__(functional(copy.deepcopy(program)), Modules())
+        super().__init__(functional(_copied(program)), Modules())
+
+
+def _copied(program: ExportedProgram) -> ExportedProgram:
+    """A deep copy with the nodes' own names: fx renames what is called like a builtin, `input` above all."""
+    result = copy.deepcopy(program)
+    for old, new in zip(program.graph.nodes, result.graph.nodes, strict=True):
+        new.name = old.name
+    return result
 
 
 class ModuleGraph(TorchGraph):
@@ -105,9 +118,10 @@ class ModuleGraph(TorchGraph):
 
     def __init__(self, module: nn.Module, example_inputs: Any, keep_class: bool):
         self._keep_class = keep_class
+        self._inputs = as_inputs(example_inputs)
         self._copy = eval_copy(module)
         self.notes = _train_note(module)
-        super().__init__(capture(self._copy, as_inputs(example_inputs)), modules_of(self._copy))
+        super().__init__(capture(self._copy, self._inputs), modules_of(self._copy))
         self._tree = Tree(self._copy, self.ep, self.lifted)
         self._in_tree = True
 
@@ -116,20 +130,51 @@ class ModuleGraph(TorchGraph):
 
         With `keep_class`, all of them; without, plain arithmetic alone is no reason to return another class.
         """
-        records = self.lifted.program.records
-        unsaid = self._tree.cannot_say(plan)
-        norms = [i for i in unsaid if isinstance(r := records[i], Scale) and r.is_norm]
-        self._in_tree = self._keep_class or not norms
         if not self._in_tree:
             return {}
+        unsaid = self._tree.cannot_say(plan)
+        if not self._keep_class and self._costs_norms(plan, unsaid):
+            return self._leave_tree()
+        if not unsaid and plan.edits and not self._tree.holds(plan, self._inputs):
+            if not self._keep_class:
+                return self._leave_tree()
+            unsaid = dict.fromkeys(_bypassed(plan), "the module's own code relies on its norms: it fails or differs")
+        records = self.lifted.program.records
         return {i: Refusal(Reason.NOT_EXPRESSIBLE, records[i].node, why) for i, why in unsaid.items()}
+
+    def _costs_norms(self, plan: Plan, unsaid: Mapping[int, str]) -> bool:
+        """Whether norms stay that the plan folds, when all that the tree cannot say is left out."""
+        records = self.lifted.program.records
+        wanted = set(_bypassed(plan))
+        left_out = {i: _LEFT_OUT for i, r in enumerate(records) if isinstance(r, Scale) and i not in wanted}
+        norms = {i for i in wanted if isinstance(r := records[i], Scale) and r.is_norm}
+        while unsaid and not norms & unsaid.keys():
+            left_out |= dict.fromkeys(unsaid, _LEFT_OUT)
+            plan = make_plan(self.lifted.program, None, left_out)
+            unsaid = self._tree.cannot_say(plan)
+        return bool(norms & unsaid.keys()) or not norms <= set(_bypassed(plan))
+
+    def _leave_tree(self) -> Mapping[int, Refusal]:
+        self._in_tree = False
+        if any(m._forward_hooks or m._forward_pre_hooks for m in self._copy.modules()):
+            self.notes = (*self.notes, "the model became a graph: what its hooks compute is in it, they are not called")
+        return {}
 
     def apply(self, plan: Plan) -> tuple[Any, int]:
         """The folded module, and the bytes added."""
         if self._in_tree:
-            return self._tree.apply(plan), 0
+            return self._tree.apply(plan, self._copy), 0
         ep, added = super().apply(plan)
         return as_module(ep), added
+
+
+_LEFT_OUT = Refusal(Reason.NOT_EXPRESSIBLE, "", "")
+
+
+def _bypassed(plan: Plan) -> list[int]:
+    """Sites that the plan takes out."""
+    alone = [e.site for e in plan.edits if isinstance(e, Bypass)]
+    return alone + [d for e in plan.edits if isinstance(e, Merge) for d in e.dropped]
 
 
 def as_module(ep: ExportedProgram) -> fx.GraphModule:
@@ -155,6 +200,7 @@ class _Writer:
         self.ep, self.lifted = ep, lifted
         self.graph = ep.graph
         self.state: dict[str, Any] = dict(ep.state_dict)
+        self.constants: dict[str, Any] = dict(ep.constants)
         self.specs = list(ep.graph_signature.input_specs)
         self.by_name = {n.name: n for n in self.graph.nodes}
         self.spec_of = {s.arg.name: s for s in self.specs if hasattr(s.arg, "name")}
@@ -183,41 +229,43 @@ class _Writer:
         if record.out_axis == -2:
             value = value.reshape(-1, 1)
         constant = self._placeholder(value, f"{first.name}_bias")
-        with self.graph.inserting_after(first):
-            add = self.graph.call_function(torch.ops.aten.add.Tensor, (first, constant))
-        add.meta = dict(first.meta)
+        add = self._insert(first, torch.ops.aten.add.Tensor, (first, constant))
         first.replace_all_uses_with(add, delete_user_cb=lambda user: user is not add)
 
     def set_scale(self, record: Scale, site: TorchSite, m: Affine) -> None:
-        fmt = record.format
-        first, last = site.nodes[0], site.nodes[-1]
-        x = self._activation(record, first)
-        shape = [1] * m.rank
-
-        def parameter(values: Any, what: str, axis: int | None = None) -> fx.Node:
-            stored = from_stored(fmt.pack(round_product(fmt, values)), fmt)
-            return self._placeholder(stored, f"{last.name}_{what}")
-
-        if record.kind is Kind.NORM:
-            shape[record.channel_axis] = record.channels
-        scale, shift = m.scale, m.shift
-        result: fx.Node = x
-        with self.graph.inserting_after(last):
-            pass
-        steps = [(torch.ops.aten.mul.Tensor, scale, "scale")] if not m.no_scale else []
-        steps += [(torch.ops.aten.add.Tensor, shift, "shift")] if not m.no_shift or not steps else []
-        meta, at = dict(last.meta), self._last_of(last)
+        """Write the map as `mul` and `add`, in the type the activation has."""
+        fmt, last = record.format, site.nodes[-1]
+        result = self._activation(record, site.nodes[0])
+        steps = [(torch.ops.aten.mul.Tensor, m.scale, "scale")] if not m.no_scale else []
+        steps += [(torch.ops.aten.add.Tensor, m.shift, "shift")] if not m.no_shift or not steps else []
+        dtype, at = result.meta["val"].dtype, self._last_of(last)
         for target, values, what in steps:
-            constant = parameter(values, what)
-            with self.graph.inserting_after(at):
-                at = self.graph.call_function(target, (result, constant))
-            at.meta = dict(meta)
+            stored = from_stored(fmt.pack(round_product(fmt, values)), fmt)
+            at = self._insert(at, target, (result, self._placeholder(stored, f"{last.name}_{what}")))
             result = at
+        if result.meta["val"].dtype != dtype:
+            result = self._insert(at, torch.ops.aten.to.dtype, (result, dtype))
         self._replace(record, site, result)
+
+    def _insert(self, before: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
+        """A new call behind a node, with the node's place in the module tree."""
+        with self.graph.inserting_after(before):
+            node = self.graph.call_function(target, args)
+        values = fx.node.map_arg(args, lambda n: n.meta["val"])
+        node.meta = {**before.meta, "val": target(*values)}
+        return node
 
     def bypass(self, record: Scale, site: TorchSite) -> None:
         """Take the site's nodes out: what read the last reads what the first did."""
         self._replace(record, site, self._activation(record, site.nodes[0]))
+
+    def merge(self, base: TorchSite, total: TorchSite, dropped: Iterable[TorchSite]) -> None:
+        """Let the base layer stand for the sum: the sum and its other summands go."""
+        node, gone = total.nodes[0], [n for site in dropped for n in reversed(site.nodes)]
+        node.replace_all_uses_with(base.nodes[-1])
+        for n in (node, *gone):
+            self.released += [i for i in n.all_input_nodes if i not in gone]
+            self.graph.erase_node(n)
 
     def _replace(self, record: Scale, site: TorchSite, value: fx.Node) -> None:
         last = self._last_of(site.nodes[-1])
@@ -244,34 +292,41 @@ class _Writer:
         old = node.args[k] if k < len(node.args) else None
         spec = self.spec_of.get(old.name) if isinstance(old, fx.Node) else None
         stored = self.state.get(spec.target) if spec is not None and spec.target is not None else None
-        if isinstance(old, fx.Node) and stored is not None and len(old.users) == 1 and self._untied(stored):
-            if stored.dtype == value.dtype and stored.shape == value.shape:
-                assert spec is not None
+        alone = isinstance(old, fx.Node) and len(old.users) == 1
+        if alone and stored is not None and self._untied(stored) and stored.dtype == value.dtype:
+            assert spec is not None
+            if stored.shape == value.shape:
                 self.state[spec.target] = _like(stored, value)
                 return
-        hint = spec.target if spec is not None and spec.target else f"{node.name}.{what}"
-        new = self._placeholder(value, hint)
+        new = self._placeholder(value, self._origin(old) or f"{node.name}.{what}")
         node.args = (*node.args[:k], *[None] * (k - len(node.args)), new, *node.args[k + 1 :])
         if isinstance(old, fx.Node):
             self.released.append(old)
             self.bytes_added += value.nbytes if old.users and stored is not None else 0
+
+    def _origin(self, node: Any) -> str | None:
+        """The parameter that a constant operand is, or is made from alone."""
+        while isinstance(node, fx.Node) and len(node.all_input_nodes) == 1:
+            node = node.all_input_nodes[0]
+        spec = self.spec_of.get(node.name) if isinstance(node, fx.Node) else None
+        return spec.target if spec is not None else None
 
     def _untied(self, stored: torch.Tensor) -> bool:
         return self.aliases.get(stored.data_ptr(), 1) == 1
 
     def _placeholder(self, value: torch.Tensor, hint: str) -> fx.Node:
         """A new parameter: placeholder, signature entry and state under a fresh name."""
-        target, k = hint.replace(".", "_") + "_folded" if hint in self.state else hint, 2
+        taken = self.state.keys() | self.constants.keys()
+        target, k = hint.replace(".", "_") + "_folded" if hint in taken else hint, 2
         base = target
-        while target in self.state or any(t.startswith(f"{target}.") for t in self.state):
+        while target in taken or any(t.startswith(f"{target}.") for t in taken):
             target, k = f"{base}_{k}", k + 1
         before = next(n for n in self.graph.nodes if n.op != "placeholder" or self._is_user_input(n))
         with self.graph.inserting_before(before):
             node = self.graph.placeholder("p_" + target.replace(".", "_"))
         node.meta["val"] = self._fake(value)
-        position = sum(1 for n in self.graph.nodes if n.op == "placeholder" and not self._is_user_input(n)) - 1
         spec = InputSpec(InputKind.PARAMETER, TensorArgument(name=node.name), target)
-        self.specs.insert(position, spec)
+        self.specs.insert([n.name for n in self.graph.nodes if n.op == "placeholder"].index(node.name), spec)
         self.spec_of[node.name] = spec
         self.state[target] = nn.Parameter(value, requires_grad=value.is_floating_point())
         return node
@@ -303,17 +358,15 @@ class _Writer:
             elif not self._is_user_input(node):
                 owners.add(str(self.spec_of[node.name].target).rpartition(".")[0])
                 self._drop(node)
+        counters = {f"{owner}.num_batches_tracked" for owner in owners}
         for node in [n for n in self.graph.nodes if n.op == "placeholder" and not n.users]:
-            target = str(getattr(self.spec_of.get(node.name), "target", "") or "")
-            owner, _, last = target.rpartition(".")
-            if last == "num_batches_tracked" and owner in owners:
+            if node.name in self.spec_of and self.spec_of[node.name].target in counters:
                 self._drop(node)
+        for name in counters - {str(s.target) for s in self.specs}:
+            self.state.pop(name, None)
         signature = copy.copy(self.ep.graph_signature)
         signature.input_specs = self.specs
-        results = next(n for n in self.graph.nodes if n.op == "output").args[0]
-        for spec, result in zip(signature.output_specs, results, strict=True):  # type: ignore[arg-type]
-            if isinstance(result, fx.Node) and hasattr(spec.arg, "name"):
-                spec.arg.name = result.name
+        name_outputs(self.graph, signature)
         self.graph.lint()
         self.ep.graph_module.recompile()
         return ExportedProgram(
@@ -324,7 +377,7 @@ class _Writer:
             range_constraints=self.ep.range_constraints,
             module_call_graph=self.ep.module_call_graph,
             example_inputs=self.ep.example_inputs,
-            constants=self.ep.constants,
+            constants=self.constants,
             verifiers=[self.ep.verifier],
         )
 
@@ -333,6 +386,7 @@ class _Writer:
         self.specs = [s for s in self.specs if s is not spec]
         if not any(s.target == spec.target for s in self.specs):
             self.state.pop(str(spec.target), None)
+            self.constants.pop(str(spec.target), None)
         self.graph.erase_node(node)
 
 

@@ -14,8 +14,9 @@ from torch.export.graph_signature import InputKind
 
 from ..affine import Affine, Shape
 from ..norms import Broken, normalization_map
-from ..ops import Carry, Kind, Linear, Opaque, Permute, Program, Record, Reshape, Scale
+from ..ops import Geometry, Kind, Linear, Opaque, Program, Record, Scale, inputs_of, outputs_of
 from ..report import Reason, Refusal
+from . import torch_layout
 from .sites import Site, join
 from .torch_constants import FORMAT_OF, Constant, Constants
 
@@ -35,12 +36,12 @@ class Lifted:
 class Modules:
     """What the module tree says beyond the graph: which paths are norms, which have hooks that see values."""
 
-    norms: Mapping[str, str] = field(default_factory=lambda: {})  # path -> class name
+    norms: Mapping[str, str] = field(default_factory=dict)  # path -> class name
     hooked: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True, eq=False)
-class _Node:
+class Node:
     """One node being lifted; arguments by their schema's names."""
 
     node: fx.Node
@@ -67,10 +68,27 @@ class _Node:
     def x(self, key: str) -> str:
         return self.args[key].name
 
+    def inner(self, what: str, shape: Shape) -> str:
+        """A value inside the node, where it takes more than one record to say what it does."""
+        name = f"{self.name}/{what}"
+        self.lifter.shapes[name] = shape
+        return name
+
+    def items(self) -> dict[int, fx.Node] | None:
+        """The items that are read of a result of several tensors, by index; None when it is read otherwise."""
+        found: dict[int, fx.Node] = {}
+        for user in self.node.users:
+            k = user.args[1] if op_name(user) == "getitem" else None
+            if not isinstance(k, int) or k in found:
+                return None
+            found[k] = user
+        return found
+
     def opaque(self, why: Refusal | None = None, norm: bool = False) -> Opaque:
         inputs = [n.name for n in self.node.all_input_nodes if self.lifter.reads(n, self.node)]
-        name = self.lifter.norm_name(self.node) if norm else self.label
-        return Opaque(name, tuple(inputs), (self.name,), self.op, why or self.lifter.hook(self.node), norm)
+        items = [u.name for u in self.node.users] if self.op in TUPLED else []
+        name = self.lifter.norm_name(self.node, self.constant("running_mean")) if norm else self.label
+        return Opaque(name, tuple(inputs), (self.name, *items), self.op, why or self.lifter.hook(self.node), norm)
 
     def refuse(self, key: str, what: str, norm: bool = False) -> Opaque:
         return self.opaque(self.lifter.constants.why_not(self.args[key], self.label, what), norm)
@@ -92,9 +110,14 @@ def path_of(node: fx.Node) -> tuple[str, str]:
     if not stack:
         return "", ""
     key, (path, cls) = list(stack.items())[-1]
-    _, _, call = key.rpartition("@")
     name = cls if isinstance(cls, str) else f"{cls.__module__}.{cls.__qualname__}"
-    return (f"{path}#{int(call) + 1}" if call.isdigit() else path), name
+    return call_of(key, path), name
+
+
+def call_of(key: str, path: str) -> str:
+    """The path of a module with `#2` for its second call, from its key in a node's module stack (`...@1`)."""
+    _, at, call = key.rpartition("@")
+    return f"{path}#{int(call) + 1}" if at and call.isdigit() else path
 
 
 @dataclass(slots=True, eq=False)
@@ -102,18 +125,19 @@ class _Lifter:
     ep: ExportedProgram
     modules: Modules
     constants: Constants
-    broken: list[str] = field(default_factory=lambda: [])
+    broken: list[str] = field(default_factory=list)
     seen: set[str] = field(default_factory=lambda: set())
     taken: set[str] = field(default_factory=lambda: set())
+    shapes: dict[str, Shape | None] = field(default_factory=dict)
+    itemized: set[fx.Node] = field(default_factory=lambda: set())  # nodes whose items are values of their records
 
     def lift(self) -> Lifted:
         records: list[Record] = []
         sites: list[TorchSite] = []
-        shapes: dict[str, Shape | None] = {}
         outputs: list[str] = []
         for node in self.ep.graph.nodes:
             if isinstance(node.meta.get("val"), torch.Tensor):
-                shapes[node.name] = shape_of(node)
+                self.shapes[node.name] = shape_of(node)
             if node.op == "output":
                 outputs = [n.name for n in node.all_input_nodes]
             elif node.op == "call_function" and self.constants.get(node) is None:
@@ -132,7 +156,7 @@ class _Lifter:
             sites.append(Site(None, ()))
         user = [s.arg.name for s in self.ep.graph_signature.input_specs
                 if s.kind is InputKind.USER_INPUT and hasattr(s.arg, "name")]  # fmt: skip
-        program = Program(tuple(records), shapes, frozenset(user), tuple(outputs), {}, tuple(self.broken))
+        program = Program(tuple(records), self.shapes, frozenset(user), tuple(outputs), {}, tuple(self.broken))
         return Lifted(program, sites, self.constants)
 
     def reads(self, operand: fx.Node, node: fx.Node) -> bool:
@@ -157,33 +181,47 @@ class _Lifter:
         own = cls.startswith("torch.nn.modules.") or any(w in kind for w in ("conv", "linear", "embedding", "norm"))
         return path if path and own and op_name(node) in LIFT else node.name
 
-    def norm_name(self, node: fx.Node) -> str:
-        """The norm's module path, or the node's name for one that is no module of its own. Unique."""
+    def norm_name(self, node: fx.Node, statistics: Constant | None = None) -> str:
+        """The norm's module path, or the node's name for one that is no module of its own. Unique.
+
+        A functional call on the `statistics` of a norm module goes by that module.
+        """
         path, cls = path_of(node)
         plain = path.split("#")[0]
+        owner = statistics.name.rpartition(".")[0] if statistics is not None else ""
+        if plain not in self.modules.norms and owner in self.modules.norms:
+            path = plain = owner
         is_module = plain in self.modules.norms or any(w in cls.rpartition(".")[2].lower() for w in ("norm", "bn"))
-        name = path if plain and is_module else node.name
+        name, k = (path if plain and is_module else node.name), 2
         self.seen.add(plain)
         if name in self.taken:
             name = node.name
+        base = name
+        while name in self.taken:
+            name, k = f"{base}#{k}", k + 1
         self.taken.add(name)
         return name
 
     def _records(self, node: fx.Node) -> list[tuple[Record, TorchSite]]:
-        if op_name(node) in SHAPE_READERS or not _holds_tensors(node):
-            return []
         op = op_name(node)
+        if op in SHAPE_READERS:
+            return []
         if op == "getitem":
             source = node.args[0]
-            if isinstance(source, fx.Node) and op_name(source) in TUPLED:
+            if isinstance(source, fx.Node) and (op_name(source) in TUPLED or source in self.itemized):
                 return []  # lifted with its tuple
             return [(Opaque(node.name, (source.name,), (node.name,), op), Site(None, (node,)))]  # type: ignore[union-attr]
-        n = _Node(node, op, _arguments(node), self)
-        rule = LIFT.get(op)
-        record = rule(n) if rule is not None else n.opaque()
-        return [(record, self._site(record, n))]
+        n = Node(node, op, _arguments(node), self)
+        rule = LIFT.get(op) if _holds_tensors(node) else None
+        found = rule(n) if rule is not None else n.opaque()
+        records = found if isinstance(found, list) else [found]
+        if not inputs_of(records[0]) and not _holds_tensors(node):
+            return []  # arithmetic on sizes
+        if not isinstance(records[-1], Opaque) and node.name not in outputs_of(records[-1]):
+            self.itemized.add(node)
+        return [(record, self._site(record, n)) for record in records]
 
-    def _site(self, record: Record, n: _Node) -> TorchSite:
+    def _site(self, record: Record, n: Node) -> TorchSite:
         names = list(n.args)
         if isinstance(record, Linear):
             weight, bias = _WEIGHT_AND_BIAS.get(n.op, ("weight", "bias"))
@@ -202,13 +240,22 @@ class _Lifter:
         module = getattr(self.ep.graph_module, str(node.target), None)
         if not isinstance(module, fx.GraphModule):
             return []
+        outer = self._given_to(node, module)
         found: list[Record] = []
         for inner in module.graph.nodes:
-            if op_name(inner) in NORM_OPS:
-                name = self.norm_name(inner)
+            if inner.op == "call_function" and op_name(inner) in NORM_OPS:
+                statistics = _arguments(inner).get("running_mean")
+                name = self.norm_name(inner, self.constants.get(outer.get(statistics)))
                 why = Refusal(Reason.NOT_CAPTURED, node.name, "it stands in a nested graph")
                 found.append(Opaque(name, (), (), op_name(inner), why, norm=True))
         return found
+
+    @staticmethod
+    def _given_to(node: fx.Node, module: fx.GraphModule) -> dict[Any, fx.Node]:
+        """What the inputs of a nested graph are outside: the last operands of the call that runs it."""
+        operands = [n for user in node.users for n in user.all_input_nodes if n.op != "get_attr"]
+        inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
+        return dict(zip(inputs, operands[-len(inputs) :], strict=False)) if inputs else {}
 
 
 def op_name(node: fx.Node) -> str:
@@ -234,7 +281,7 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
 # ---------------------------------------------------------------------- linear layers
 
 
-def _parameters(n: _Node, weight: str = "weight", bias: str = "bias") -> tuple[Constant, Constant | None] | Opaque:
+def _parameters(n: Node, weight: str = "weight", bias: str = "bias") -> tuple[Constant, Constant | None] | Opaque:
     w, b = n.constant(weight), n.constant(bias)
     if w is None:
         return n.refuse(weight, "weight")
@@ -245,7 +292,7 @@ def _parameters(n: _Node, weight: str = "weight", bias: str = "bias") -> tuple[C
     return w, b
 
 
-def _conv(n: _Node) -> Record:
+def _conv(n: Node) -> Record:
     found = _parameters(n)
     if isinstance(found, Opaque):
         return found
@@ -263,7 +310,22 @@ def _conv(n: _Node) -> Record:
         out_axis=axis,
         groups=n.args["groups"],
         uniform_taps=not transposed and _unpadded(n.args["padding"], weight.shape[2:]),
+        geometry=None if transposed else _geometry(n, weight.shape[2:]),
     )
+
+
+def _geometry(n: Node, kernel: tuple[int, ...]) -> Geometry | None:
+    """How a convolution slides, where its padding is given in numbers."""
+    rank = len(kernel)
+    given = [n.args[key] for key in ("stride", "dilation", "padding")]
+    if any(isinstance(g, str) for g in given):
+        return None
+    stride, dilation, padding = (tuple(g) * (rank if len(g) == 1 else 1) for g in map(_listed, given))
+    return Geometry(kernel, stride, dilation, padding, padding)
+
+
+def _listed(value: Any) -> list[int]:
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _unpadded(padding: Any, kernel: tuple[int, ...]) -> bool:
@@ -272,7 +334,7 @@ def _unpadded(padding: Any, kernel: tuple[int, ...]) -> bool:
     return not any(padding if isinstance(padding, list | tuple) else [padding])
 
 
-def _linear(n: _Node) -> Record:
+def _linear(n: Node) -> Record:
     found = _parameters(n)
     if isinstance(found, Opaque):
         return found
@@ -285,7 +347,7 @@ def _linear(n: _Node) -> Record:
     )  # fmt: skip
 
 
-def _addmm(n: _Node) -> Record:
+def _addmm(n: Node) -> Record:
     found = _parameters(n, "mat2", "self")
     if isinstance(found, Opaque) or n.constant("mat1") is not None:
         return n.opaque()
@@ -296,7 +358,7 @@ def _addmm(n: _Node) -> Record:
     )  # fmt: skip
 
 
-def _matmul(n: _Node) -> Record:
+def _matmul(n: Node) -> Record:
     first, second = list(n.args)[:2]
     left, right = n.constant(first), n.constant(second)
     weight, key, x = (right, second, first) if left is None else (left, first, second)
@@ -309,7 +371,7 @@ def _matmul(n: _Node) -> Record:
     )  # fmt: skip
 
 
-def _embedding(n: _Node) -> Record:
+def _embedding(n: Node) -> Record:
     weight = n.constant("weight")
     if weight is None or weight.format is None:
         return n.refuse("weight", "table")
@@ -321,10 +383,10 @@ def _embedding(n: _Node) -> Record:
 # ---------------------------------------------------------------------- scales
 
 
-def _batch_norm(n: _Node) -> Record:
+def _batch_norm(n: Node) -> Record:
     instance = n.op == "instance_norm"
-    trains = bool(n.args.get("use_input_stats" if instance else "training", False))
-    if n.args["running_mean"] is None or n.args["running_var"] is None:
+    trains = bool(n.args.get("use_input_stats" if instance else "training", "with_update" in n.op))
+    if n.args.get("running_mean") is None or n.args.get("running_var") is None:
         what = "each sample's own statistics" if instance else "the batch's statistics, in evaluation too"
         return n.opaque(Refusal(Reason.BATCH_STATISTICS, n.label, f"it normalises by {what}"), norm=True)
     if trains:
@@ -338,8 +400,9 @@ def _batch_norm(n: _Node) -> Record:
     mean, variance, gamma, beta = parameters
     assert mean is not None
     assert variance is not None
-    name = n.lifter.norm_name(n.node)
-    result = normalization_map(mean, variance, float(n.args["eps"]), gamma, beta)
+    name = n.lifter.norm_name(n.node, n.constant("running_mean"))
+    epsilon = float(n.args["epsilon"] if "epsilon" in n.args else n.args["eps"])
+    result = normalization_map(mean, variance, epsilon, gamma, beta)
     if isinstance(result, Broken):
         n.lifter.broken.append(f"{name}: {result.detail}")
         n.lifter.taken.discard(name)
@@ -356,7 +419,7 @@ def _batch_norm(n: _Node) -> Record:
     )  # fmt: skip
 
 
-def _result(n: _Node) -> str | None:
+def _result(n: Node) -> str | None:
     """The value that holds the normalised activation: the node itself, or the first item of its tuple."""
     if n.op not in TUPLED:
         return n.name
@@ -366,7 +429,7 @@ def _result(n: _Node) -> str | None:
     return items[0].name
 
 
-def _arithmetic(n: _Node) -> Record:
+def _arithmetic(n: Node) -> Record:
     a, b = list(n.args)[:2]
     if n.op == "rsub":  # other - self
         a, b = b, a
@@ -392,7 +455,7 @@ def _arithmetic(n: _Node) -> Record:
     return Scale(n.label, x.name, n.name, m, kind, op, FORMAT_OF[value.dtype], module=module)
 
 
-def _number(n: _Node, key: str) -> np.ndarray | None:
+def _number(n: Node, key: str) -> np.ndarray | None:
     value = n.args[key]
     if isinstance(value, int | float) and not isinstance(value, bool):
         return np.float64(value).reshape(())
@@ -400,7 +463,7 @@ def _number(n: _Node, key: str) -> np.ndarray | None:
     return None if c is None or c.format is None else c.float64()
 
 
-def _constant_map(n: _Node, c: np.ndarray, position: int, rank: int) -> Affine:
+def _constant_map(n: Node, c: np.ndarray, position: int, rank: int) -> Affine:
     alpha = float(n.args.get("alpha", 1))
     with np.errstate(divide="ignore"):
         match n.op, position:
@@ -418,47 +481,16 @@ def _constant_map(n: _Node, c: np.ndarray, position: int, rank: int) -> Affine:
                 return Affine.of(-alpha, c, rank)
 
 
-# ---------------------------------------------------------------------- layout
+def _arithmetic_or_join(n: Node) -> Record | list[Record]:
+    """Arithmetic with a constant, or a sum or product of two activations."""
+    a, b = list(n.args.values())[:2]
+    computed = all(isinstance(v, fx.Node) and n.lifter.constants.get(v) is None for v in (a, b))
+    return torch_layout.sum_or_product(n) if computed and n.op in ("add", "mul") else _arithmetic(n)
 
 
-def _same(n: _Node) -> Record:
-    """An op that returns its first operand unchanged."""
-    x = next(iter(n.args.values()))
-    before, after = x.meta["val"], n.node.meta["val"]
-    if n.args.get("train", False) or before.dtype != after.dtype or before.shape != after.shape:
-        return n.opaque()
-    return Carry(n.label, x.name, n.name)
-
-
-def _permute(n: _Node) -> Record:
-    x = next(iter(n.args.values()))
-    rank = x.meta["val"].dim()
-    order = list(range(rank))
-    match n.op:
-        case "permute":
-            order = [d % rank for d in n.args["dims"]]
-        case "movedim":
-            order = _moved(rank, n.args["source"], n.args["destination"])
-        case "t" | "numpy_T" | "mT" | "adjoint":
-            order = order[::-1] if n.op in ("t", "numpy_T") else [*order[:-2], rank - 1, rank - 2]
-        case _:
-            a, b = (n.args[k] % rank for k in list(n.args)[1:3])
-            order[a], order[b] = order[b], order[a]
-    return Permute(n.label, x.name, n.name, tuple(order))
-
-
-def _moved(rank: int, source: Any, destination: Any) -> list[int]:
-    shape = np.moveaxis(np.empty(tuple(range(2, rank + 2)), bool), source, destination).shape
-    return [n - 2 for n in shape]
-
-
-def _reshape(n: _Node) -> Record:
-    x = next(iter(n.args.values()))
-    return Reshape(n.label, x.name, n.name)
-
-
-TUPLED = {"_native_batch_norm_legit_no_training", "native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm",
-          "miopen_batch_norm"}  # fmt: skip
+TUPLED = {"_native_batch_norm_legit_no_training", "native_batch_norm", "_native_batch_norm_legit",
+          "_native_batch_norm_legit_functional", "_batch_norm_with_update", "_batch_norm_with_update_functional",
+          "_batch_norm_no_update", "cudnn_batch_norm", "miopen_batch_norm"}  # fmt: skip
 NORM_OPS = {"batch_norm", "instance_norm", *TUPLED}
 SHAPE_READERS = {"sym_size", "sym_numel", "sym_stride", "sym_storage_offset", "sym_is_contiguous",
                  "_assert_tensor_metadata", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like",
@@ -466,18 +498,10 @@ SHAPE_READERS = {"sym_size", "sym_numel", "sym_stride", "sym_storage_offset", "s
 SHAPE_OF_SECOND = {"reshape_as", "view_as", "expand_as"}
 _WEIGHT_AND_BIAS = {"addmm": ("mat2", "self"), "embedding": ("weight", None)}
 
-LIFT: dict[str, Callable[[_Node], Record]] = {
-    "_native_batch_norm_legit_no_training": _batch_norm,
-    "_to_copy": _same,
-    "_unsafe_view": _reshape,
-    "add": _arithmetic,
+LIFT: dict[str, Callable[[Node], Record | list[Record]]] = {
+    **dict.fromkeys(NORM_OPS, _batch_norm),
+    "add": _arithmetic_or_join,
     "addmm": _addmm,
-    "adjoint": _permute,
-    "alias": _same,
-    "alpha_dropout": _same,
-    "batch_norm": _batch_norm,
-    "clone": _same,
-    "contiguous": _same,
     "conv1d": _conv,
     "conv2d": _conv,
     "conv3d": _conv,
@@ -485,35 +509,13 @@ LIFT: dict[str, Callable[[_Node], Record]] = {
     "conv_transpose2d": _conv,
     "conv_transpose3d": _conv,
     "convolution": _conv,
-    "detach": _same,
     "div": _arithmetic,
-    "dropout": _same,
     "embedding": _embedding,
-    "feature_alpha_dropout": _same,
-    "feature_dropout": _same,
-    "flatten": _reshape,
-    "instance_norm": _batch_norm,
     "linear": _linear,
-    "mT": _permute,
     "matmul": _matmul,
     "mm": _matmul,
-    "movedim": _permute,
-    "mul": _arithmetic,
-    "native_batch_norm": _batch_norm,
-    "numpy_T": _permute,
-    "permute": _permute,
-    "reshape": _reshape,
-    "reshape_as": _reshape,
+    "mul": _arithmetic_or_join,
     "rsub": _arithmetic,
-    "squeeze": _reshape,
     "sub": _arithmetic,
-    "swapaxes": _permute,
-    "swapdims": _permute,
-    "t": _permute,
-    "to": _same,
-    "transpose": _permute,
-    "unflatten": _reshape,
-    "unsqueeze": _reshape,
-    "view": _reshape,
-    "view_as": _reshape,
+    **torch_layout.LAYOUT,
 }

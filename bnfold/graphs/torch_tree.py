@@ -17,11 +17,13 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.nn.modules.batchnorm import _NormBase
 
-from ..folding import Bypass, Plan, SetLinear, SetScale
-from ..ops import Kind, Linear, Scale
+from ..affine import Affine
+from ..ops import Linear, Scale
+from ..planning import Bypass, Merge, Plan, SetLinear, SetScale
 from ..rounding import round_product
 from .torch_constants import from_stored
-from .torch_lift import Lifted, Modules, TorchSite, op_name, path_of
+from .torch_lift import Lifted, Modules, TorchSite, call_of, op_name, path_of
+from .torch_trial import Inputs, agrees, eval_copy, first_names
 
 _PROBE_TOLERANCE = 1e-9  # of the range, between two float64 evaluations of one layer
 
@@ -51,19 +53,22 @@ class Tree:
     def __init__(self, module: nn.Module, ep: ExportedProgram, lifted: Lifted):
         self.module, self.ep, self.lifted = module, ep, lifted
         self.modules = dict(module.named_modules(remove_duplicate=False))
-        self.targets = {s.arg.name: s.target for s in ep.graph_signature.input_specs if hasattr(s.arg, "name")}
+        names = first_names(module)
+        self.targets: dict[str, str] = {}  # placeholder -> the parameter it stands for, under its first name
+        for spec in ep.graph_signature.input_specs:
+            owner, dot, leaf = (spec.target or "").rpartition(".")
+            self.targets[getattr(spec.arg, "name", "")] = f"{names.get(owner, owner)}{dot}{leaf}"
         self.calls: dict[str, list[fx.Node]] = {}  # nodes inside each module call, by path (`#2`: second call)
         for node in ep.graph.nodes:
             for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
-                _, _, call = key.rpartition("@")
-                self.calls.setdefault(f"{path}#{int(call) + 1}" if call.isdigit() else path, []).append(node)
+                self.calls.setdefault(call_of(key, path), []).append(node)
         counts: dict[int, int] = {}
         for m in module.modules():
             for p in (*m._parameters.values(), *m._buffers.values()):
                 if p is not None:
                     counts[id(p)] = counts.get(id(p), 0) + 1
         self.tied = {k for k, n in counts.items() if n > 1}
-        self.replacements: dict[int, nn.Module] = {}
+        self.rests: dict[int, tuple[str, ...] | _Unsaid] = {}  # what replaces a norm, by record index
 
     # ------------------------------------------------------------------ what can be said
 
@@ -82,6 +87,9 @@ class Tree:
                 case Bypass():
                     assert isinstance(record, Scale)
                     problem = self._replacement(edit.site, record, site, edit.direction)
+                case Merge():
+                    blocked[edit.site] = "parallel branches become one layer"
+                    continue
             if not isinstance(problem, _Unsaid):
                 continue
             scales = [edit.site] if isinstance(edit, Bypass) else plan.contributors(edit.site)
@@ -94,7 +102,7 @@ class Tree:
         node = site.nodes[0]
         path, _ = path_of(node)
         module = self.modules.get(path)
-        if len(site.nodes) != 1 or site.bias is None and not record.index_input or module is None:
+        if len(site.nodes) != 1 or (site.bias is None and not record.index_input) or module is None:
             return _Unsaid(f"{record.node} is not a module of its own, called once")
         weight = node.args[site.weight]
         if not isinstance(weight, fx.Node) or self.targets.get(weight.name) != f"{path}.weight".lstrip("."):
@@ -108,7 +116,9 @@ class Tree:
             return module
         return self._bias(module, record, node, site, path)
 
-    def _bias(self, module: nn.Module, record: Linear, node: fx.Node, site: TorchSite, path: str) -> nn.Module | _Unsaid:
+    def _bias(
+        self, module: nn.Module, record: Linear, node: fx.Node, site: TorchSite, path: str
+    ) -> nn.Module | _Unsaid:
         if "bias" not in module._parameters:
             return _Unsaid(f"{record.node} has no bias parameter to set")
         own = module._parameters["bias"]
@@ -118,7 +128,7 @@ class Tree:
             if not mine or id(own) in self.tied or len(bias.users) != 1:  # type: ignore[union-attr]
                 return _Unsaid(f"the bias of {record.node} is used in more than one place")
             return module
-        if type(module).__module__.startswith("torch.nn.modules.") or self._honours_bias(module, record, node):
+        if _is_torchs_own(module) or self._honours_bias(module, record, node):
             return module
         return _Unsaid(f"{record.node} ({type(module).__name__}) ignores a bias")
 
@@ -138,34 +148,39 @@ class Tree:
 
     def _norm_parameters(self, record: Scale, site: TorchSite) -> nn.Module | _Unsaid:
         module = self.modules.get(record.node)
-        if not isinstance(module, _NormBase) or not module.affine or module.running_mean is None:
+        names = ("weight", "bias", "running_mean", "running_var")  # operands 1 to 4 of every op that is a norm
+        operands = site.nodes[0].args[1:5]
+        mine = all(
+            isinstance(node, fx.Node)
+            and self.targets.get(node.name) == f"{record.node}.{name}"
+            and len(node.users) == 1
+            for node, name in zip(operands, names, strict=True)
+        )
+        if not isinstance(module, _NormBase) or not mine:
             return _Unsaid(f"{record.node} is not a norm module with parameters of its own")
-        own = (*module._parameters.values(), *module._buffers.values())
-        if any(id(t) in self.tied for t in own) or f"{record.node}#2" in self.calls:
+        if any(id(getattr(module, name)) in self.tied for name in names) or f"{record.node}#2" in self.calls:
             return _Unsaid(f"{record.node} is used in more than one place")
         return module
 
-    def _replacement(self, index: int, record: Scale, site: TorchSite, direction: str) -> nn.Module | _Unsaid:
-        """What stands in the norm's place: Identity, or the rest of what its module did."""
-        if index in self.replacements:
-            return self.replacements[index]
+    def _replacement(self, index: int, record: Scale, site: TorchSite, direction: str) -> tuple[str, ...] | _Unsaid:
+        """The children that stand in the norm's place, in order; none of them is an Identity."""
+        if direction == "forward" and _overwritten(record, site):
+            return _Unsaid(f"an in-place operation would write into what {record.node} reads")
+        if index not in self.rests:
+            self.rests[index] = self._rest(record, site)
+        return self.rests[index]
+
+    def _rest(self, record: Scale, site: TorchSite) -> tuple[str, ...] | _Unsaid:
         path = path_of(site.nodes[0])[0]
         module = self.modules.get(path)
         if module is None or not path or f"{path}#2" in self.calls or path_of(site.nodes[-1])[0] != path:
             return _Unsaid(f"{record.node} is not a module of its own, called once")
-        if sum(m is module for m in self.modules.values()) > 1:
-            return _Unsaid(f"{record.node} is registered in more than one place")
-        if module._forward_hooks or module._forward_pre_hooks:
-            return _Unsaid(f"{record.node} carries forward hooks, which would be lost with it")
-        if direction == "forward" and _mutated(site.nodes[-1]):
-            return _Unsaid(f"an in-place operation follows {record.node}")
-        rest = self._rest(path, site)
-        if rest is None or not self._equivalent(module, rest, record, site):
+        names = self._children_run(path, site)
+        if names is None or not self._equivalent(module, names, record, site):
             return _Unsaid(f"{record.node} ({type(module).__name__}) does more than normalise")
-        self.replacements[index] = rest
-        return rest
+        return names
 
-    def _rest(self, path: str, site: TorchSite) -> nn.Module | None:
+    def _children_run(self, path: str, site: TorchSite) -> tuple[str, ...] | None:
         """The children that the module's call ran besides the norm, in order; None when it did more itself."""
         names: list[str] = []
         for node in self.calls.get(path, []):
@@ -177,53 +192,53 @@ class Tree:
             child = inner[len(path) + 1 :].split(".")[0]
             if not names or names[-1] != child:
                 names.append(child)
-        children = [self.modules[f"{path}.{n}"] for n in names]
-        if not children:
-            return nn.Identity()
-        return children[0] if len(children) == 1 else nn.Sequential(*children)
+        return tuple(names)
 
     @staticmethod
-    def _equivalent(module: nn.Module, rest: nn.Module, record: Scale, site: TorchSite) -> bool:
-        """Whether the module alone computes `rest` of the norm's map, in float64 on random input."""
-        if type(module).__module__.startswith("torch.nn.modules.") and type(rest) is nn.Identity:
+    def _equivalent(module: nn.Module, names: tuple[str, ...], record: Scale, site: TorchSite) -> bool:
+        """Whether the module alone computes what stays of it on the norm's map, in float64 on random input."""
+        if _is_torchs_own(module) and not names:
             return True
         try:
             with torch.no_grad():
                 x = _sample(next(n for n in site.nodes[0].all_input_nodes if n.name == record.input))
-                want = copy.deepcopy(module).double()(x.clone())
+                trial = copy.deepcopy(module).double()
+                want = trial.forward(x.clone())
                 scaled = x * torch.from_numpy(record.map.scale.copy()) + torch.from_numpy(record.map.shift.copy())
-                got = copy.deepcopy(rest).double()(scaled)
+                got = _stand_in(trial, names)(scaled)
         except Exception:
             return False
         if not isinstance(want, torch.Tensor) or not isinstance(got, torch.Tensor) or want.shape != got.shape:
             return False
         return bool(((want - got).abs() <= _PROBE_TOLERANCE * (1e-30 + want.abs().max())).all())
 
+    def holds(self, plan: Plan, inputs: Inputs) -> bool:
+        """Whether the edited module runs as before: Python may do what neither graph nor tree shows."""
+        return agrees(self.apply(plan, eval_copy(self.module, share_parameters=True)), self.module, inputs)
+
     # ------------------------------------------------------------------ writing
 
-    def apply(self, plan: Plan) -> nn.Module:
-        """The copy, edited. The plan must have passed `cannot_say`."""
+    def apply(self, plan: Plan, module: nn.Module) -> nn.Module:
+        """The module, a copy of this tree's, edited. The plan must have passed `cannot_say`."""
+        modules = dict(module.named_modules(remove_duplicate=False))
         for edit in plan.edits:
             record, site = self.lifted.program.records[edit.site], self.lifted.sites[edit.site]
+            path = path_of(site.nodes[0])[0]
             match edit:
                 case SetLinear():
                     assert isinstance(record, Linear)
-                    module = self.modules[path_of(site.nodes[0])[0]]
-                    self._set(module, "weight", edit.new.weight, record.weight.format)
-                    self._set(module, "bias", edit.new.bias, edit.new.bias_format)
+                    self._set(modules[path], "weight", edit.new.weight, record.weight.format)
+                    self._set(modules[path], "bias", edit.new.bias, edit.new.bias_format)
                 case SetScale():
                     assert isinstance(record, Scale)
-                    self._set_norm(record, edit.map)
+                    self._set_norm(modules[record.node], record, edit.map)
                 case Bypass():
-                    path = path_of(site.nodes[0])[0]
-                    parent, _, name = path.rpartition(".")
-                    owner = self.modules[parent] if parent else self.module
-                    rest = self.replacements[edit.site]
-                    rest.eval()
-                    setattr(owner, name, rest) if not isinstance(owner, nn.Sequential | nn.ModuleList) else (
-                        owner._modules.__setitem__(name, rest)
-                    )
-        return self.module
+                    names = self.rests[edit.site]
+                    assert not isinstance(names, _Unsaid)
+                    _replace(modules, modules[path], _stand_in(modules[path], names))
+                case Merge():
+                    raise AssertionError("a merge passed cannot_say")
+        return module
 
     @staticmethod
     def _set(module: nn.Module, name: str, values: Any, fmt: Any) -> None:
@@ -237,9 +252,10 @@ class Tree:
             value = value.reshape(-1)
         setattr(module, name, nn.Parameter(value, requires_grad=like.requires_grad))
 
-    def _set_norm(self, record: Scale, m: Any) -> None:
-        module: Any = self.modules[record.node]
+    @staticmethod
+    def _set_norm(module: Any, record: Scale, m: Affine) -> None:
         vectors = m.vectors(record.channel_axis, record.channels)
+        assert vectors is not None
         ones = np.ones(record.channels)
         values = {"weight": vectors[0] * np.sqrt(1 + module.eps), "bias": vectors[1],
                   "running_mean": 0 * ones, "running_var": ones}  # fmt: skip
@@ -248,6 +264,29 @@ class Tree:
             old = getattr(module, name)
             value = from_stored(fmt.pack(round_product(fmt, v)), fmt).to(device=old.device, dtype=old.dtype)
             setattr(module, name, nn.Parameter(value, old.requires_grad) if name in ("weight", "bias") else value)
+
+
+def _is_torchs_own(module: nn.Module) -> bool:
+    """Whether the module does what its class in torch does."""
+    return type(module).__module__.startswith("torch.nn.modules.") and "forward" not in vars(module)
+
+
+def _stand_in(norm: nn.Module, names: tuple[str, ...]) -> nn.Module:
+    """What the norm's module is without the norm, with the hooks that watch it."""
+    children = [norm.get_submodule(n) for n in names]
+    hooks = {k: v for k, v in vars(norm).items() if k.startswith(("_forward", "_backward")) and "hooks" in k and v}
+    if len(children) == 1 and not hooks:
+        return children[0]
+    result = nn.Sequential(*children) if children else nn.Identity()
+    vars(result).update(hooks)
+    return result.eval()
+
+
+def _replace(modules: dict[str, nn.Module], old: nn.Module, new: nn.Module) -> None:
+    """Put the new module wherever the old one is registered."""
+    for path in [p for p, m in modules.items() if m is old]:
+        parent, _, name = path.rpartition(".")
+        modules[parent]._modules[name] = new
 
 
 def _sample(node: Any) -> torch.Tensor:
@@ -259,16 +298,29 @@ def _sample(node: Any) -> torch.Tensor:
     return torch.randn(sizes, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
-def _mutated(node: fx.Node) -> bool:
-    """Whether an operation that was in place reads the node: then Identity would let it write into its input.
+def _overwritten(record: Scale, site: TorchSite) -> bool:
+    """Whether an in-place operation writes into what the norm reads or returns: Identity would make them one.
 
-    The graph here is functional already; capture marks the nodes it made so.
+    The graph here is functional already; capture marks the nodes that were not.
     """
-    return any(u.meta.get("was_in_place") or _mutated(u) for u in node.users if u.meta.get("was_in_place") or _passes(u))
+    root = next(n for n in site.nodes[0].all_input_nodes if n.name == record.input)
+    while _may_alias(root) and root.args and isinstance(root.args[0], fx.Node):
+        root = root.args[0]
+    pending, seen = [root, site.nodes[-1]], set[fx.Node]()
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if any(u.meta.get("was_in_place") for u in node.users):
+            return True
+        pending += [u for u in node.users if _may_alias(u)]
+    return False
 
 
-def _passes(node: fx.Node) -> bool:
+def _may_alias(node: fx.Node) -> bool:
+    """Whether the node may return its argument or a view of it."""
     schema = getattr(node.target, "_schema", None)
-    if schema is None or "dropout" in schema.name:
+    if node.op != "call_function" or schema is None:
         return node.op == "call_function"
-    return any(r.alias_info is not None for r in schema.returns)
+    return "dropout" in schema.name or any(r.alias_info is not None for r in schema.returns)

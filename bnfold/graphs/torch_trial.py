@@ -1,0 +1,131 @@
+"""Private copies of a module, and what one run of them can tell.
+
+A module is Python: it may read attributes of its norms, keep its layers in plain lists too, branch on a size or a type.
+Neither the exported program nor the module tree shows that; one run on the example inputs does. Its threshold is
+coarse, because only gross differences are in question: exactness is the engine's part.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
+
+from ..errors import UsageError
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+_GROSS = (1e-2, 1e-4)  # of a value, of its output's range: above the rounding of float32, below a norm left out
+_GROSS_SHORT = (0.1, 2e-2)  # the same for float16 and bfloat16
+
+
+def eval_copy(module: nn.Module, *, share_parameters: bool = False) -> nn.Module:
+    """A deep copy in eval mode. Cached non-leaf tensors (the old weight_norm keeps one) are copied detached.
+
+    `share_parameters` copies everything else, for a run that may change buffers and attributes.
+
+    Raises UsageError for a lazy module that has not seen a batch yet: it has no weights to fold.
+    """
+    _check_materialised(module)
+    memo: dict[int, Any] = {id(p): p for p in module.parameters()} if share_parameters else {}
+    for m in module.modules():
+        for value in vars(m).values():
+            if isinstance(value, torch.Tensor) and not value.is_leaf:
+                memo[id(value)] = value.detach().clone()
+    try:
+        return copy.deepcopy(module, memo).eval()
+    except Exception as e:
+        raise UsageError(f"{type(module).__name__} cannot be copied, so nothing can be folded: {first_line(e)}") from e
+
+
+def first_names(module: nn.Module) -> dict[str, str]:
+    """Every path in the tree, and the first under which the same module is registered."""
+    first: dict[int, str] = {}
+    return {path: first.setdefault(id(m), path) for path, m in module.named_modules(remove_duplicate=False)}
+
+
+def as_inputs(example_inputs: Any) -> Inputs:
+    """Positional and keyword inputs from what a person passes: a tensor, a tuple, a list or a dict of keywords."""
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, tuple | list):
+        return tuple(example_inputs), {}
+    return (example_inputs,), {}
+
+
+def _check_materialised(module: nn.Module) -> None:
+    for name, m in module.named_modules():
+        if isinstance(m, LazyModuleMixin) and any(is_lazy(p) for p in (*m._parameters.values(), *m._buffers.values())):
+            kind = type(m).__name__
+            raise UsageError(f"{name or kind} ({kind}) has no weights yet: run a batch through it first")
+
+
+def outputs_of(module: nn.Module, inputs: Inputs) -> Any:
+    """What the module returns on copies of the inputs; its buffers may change, random numbers repeat on each call."""
+    args, kwargs = pytree.tree_map(lambda t: t.detach().clone() if isinstance(t, torch.Tensor) else t, inputs)
+    state = torch.get_rng_state()
+    try:
+        with quiet(), torch.no_grad():
+            return module(*args, **kwargs)
+    finally:
+        torch.set_rng_state(state)
+
+
+def agrees(candidate: nn.Module, module: nn.Module, inputs: Inputs) -> bool:
+    """Whether the candidate runs where the module does, and returns about the same. Changes neither's parameters."""
+    try:
+        want = outputs_of(eval_copy(module, share_parameters=True), inputs)
+    except Exception:
+        return True  # no example to go by
+    try:
+        got = outputs_of(candidate, inputs)
+    except Exception:
+        return False
+    ours, theirs = pytree.tree_flatten(got), pytree.tree_flatten(want)
+    return ours[1] == theirs[1] and all(_alike(a, b) for a, b in zip(ours[0], theirs[0], strict=True))
+
+
+def _alike(got: Any, want: Any) -> bool:
+    if not isinstance(got, torch.Tensor) or not isinstance(want, torch.Tensor):
+        return type(got) is type(want)
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return False
+    if not want.is_floating_point() or want.numel() == 0:
+        return True
+    finite = torch.isfinite(want)
+    if not torch.equal(finite, torch.isfinite(got)) or not finite.any():
+        return not finite.any()
+    value, range_ = _GROSS_SHORT if want.dtype in (torch.float16, torch.bfloat16) else _GROSS
+    a, b = got[finite].double(), want[finite].double()
+    return bool(((a - b).abs() <= value * b.abs() + range_ * b.abs().max()).all())
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence the exporter's progress and solver chatter: what matters comes back as errors."""
+    loggers = [logging.getLogger(n) for n in ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch.onnx")]
+    levels = [lg.level for lg in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for lg in loggers:
+            lg.setLevel(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            for lg, level in zip(loggers, levels, strict=True):
+                lg.setLevel(level)
+
+
+def first_line(e: Exception) -> str:
+    """An exception in one line."""
+    lines = [ln.strip() for ln in str(e).splitlines() if ln.strip()]
+    return f"{type(e).__name__}: {lines[0] if lines else ''}"[:300]
