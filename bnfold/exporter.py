@@ -88,7 +88,7 @@ def export(
         if loaded.kind == "state-dict":
             source.eval()  # its training flag is the factory's, not a fact about the checkpoint
         notes += loaded.notes
-    selection: dict[str, Any] = {"only": only, "skip": skip, "keep_broken": keep_broken}
+    selection: dict[str, Any] = {"only": only, "skip": skip, "merge": merge, "keep_broken": keep_broken}
     shapes = None
     if is_specs(example_inputs) and (is_onnx(source) or _is_program(source)):
         shapes, example_inputs = shapes_of(example_inputs), None

@@ -8,6 +8,7 @@ result does not fit its stored type, the fold that caused it is barred and the p
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from .merging import Branch, composed, place, solve_merged
 from .ops import Linear, Opaque, Program, Record, Scale, Sum, inputs_of, outputs_of
 from .planning import Bypass, Edit, Merge, Plan, Selection, SetLinear, SetScale
 from .report import Fold, Kept, Norm, Reason, Refusal, Report
+from .rounding import FLOAT16
 from .rules import Absorb, Push, Step, backward, cost_of, forward
 from .weights import solve
 
@@ -36,6 +38,7 @@ def make_plan(
     selection = selection or Selection()
     selection.check([r.node for r in program.records if isinstance(r, Scale)] + list(program.norms()))
     barred: dict[tuple[int, int], Refusal] = {}
+    sys.setrecursionlimit(max(sys.getrecursionlimit(), 1000 + 4 * len(program.records)))  # a walk is one call a record
     while True:
         driver = _Driver(program, selection, barred, refused or {})
         driver.sweep()
@@ -175,9 +178,14 @@ class _Driver:
             front = self._forward(scale.output, ahead, index) if isinstance(back, _Move) else back
             if isinstance(back, _Move) and isinstance(front, _Move) and front.absorbed:
                 back.join(front)
-                if isinstance(self._worth(scale, back), _Move):
+                if isinstance(self._worth(scale, back), _Move) and not self._narrow(back):
                     return back
         return None
+
+    def _narrow(self, move: _Move) -> bool:
+        """Whether the value in between, which no model had before, could leave the range of its type."""
+        layers = [r for a in move.absorbed if isinstance(r := self.records[a.site], Linear)]
+        return any(r.weight.format is FLOAT16 for r in layers)
 
     @staticmethod
     def _worth(scale: Scale, move: _Move) -> _Move | Refusal:
@@ -455,8 +463,8 @@ def _with_map(record: Scale, total: Affine) -> Scale:
 
 def _misfit(record: Scale, m: Affine) -> Refusal | None:
     """Why the Scale's format cannot hold the map."""
-    fmt = record.format
-    if not all((np.abs(a) <= fmt.max_finite).all() for a in (m.scale, m.shift)):
+    fmt, written = record.format, m.scale * np.sqrt(1 + record.epsilon)
+    if not all((np.abs(a) <= fmt.max_finite).all() for a in (written, m.shift)):
         return Refusal(Reason.OVERFLOW, record.node, f"the folded map does not fit into {fmt.name}")
     if ((m.scale != 0) & (np.abs(m.scale) <= fmt.smallest_subnormal / 2)).any():
         return Refusal(Reason.UNDERFLOW, record.node, f"a folded scale becomes zero in {fmt.name}")

@@ -125,6 +125,7 @@ class Scale:
     channel_axis: int = 1  # NORM: the axis its parameter vectors run along
     channels: int = 1  # NORM: their length
     cost: int = 1  # elementwise operations it takes at run time
+    epsilon: float = 0.0  # NORM: what it adds to the variance, which is written as 1 when the map changes
     module: str | None = None  # the module it came from, where `node` is not its name
 
     @property

@@ -22,6 +22,7 @@ def fold_file(
     verify: bool = True,
     only: Iterable[str] | None = None,
     skip: Iterable[str] | None = None,
+    merge: bool = True,
     freeze_initializers: bool = False,
     respect_inputs: bool = False,
     keep_broken: bool = False,
@@ -41,6 +42,7 @@ def fold_file(
         "verify": verify,
         "only": only,
         "skip": skip,
+        "merge": merge,
         "keep_broken": keep_broken,
         "require_all": require_all,
         "tolerance": tolerance,
@@ -70,7 +72,9 @@ def _fold_program(
     import torch
 
     step("folding")
-    folded = fold(loaded.model, only=common["only"], skip=common["skip"], keep_broken=common["keep_broken"])
+    folded = fold(
+        loaded.model, only=common["only"], skip=common["skip"], merge=common["merge"], keep_broken=common["keep_broken"]
+    )
     size = source.stat().st_size  # before it is overwritten, if it is
     with staged(target) as temporary:
         with temporary.open("wb") as f:

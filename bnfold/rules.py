@@ -106,7 +106,7 @@ def forward(record: Record, position: int, m: Affine, program: Program) -> Step:
         case Concat():
             return _pad(record, position, m, program)
         case Take():
-            return _index(record, m)
+            return _index(record, m, program)
         case Sum():
             if not m.no_scale:
                 return Refusal(Reason.UNEQUAL_BRANCHES, record.node, "only one summand is scaled")
@@ -224,8 +224,11 @@ def _embed(record: Take, position: int, m: Affine, program: Program) -> Step:
     return [(Push(0, _placed(m, axis, indices, size)),)]
 
 
-def _index(record: Take, m: Affine) -> Step:
+def _index(record: Take, m: Affine, program: Program) -> Step:
     axis = record.axis % m.rank
+    shape = program.shape(record.input)
+    if axis in m.varying and (shape is None or not isinstance(shape[axis], int)):
+        return Refusal(Reason.UNKNOWN_SHAPE, record.node, "the size of the dimension that is indexed is not known")
     return [tuple(Push(k, _select(m, axis, i)) for k, i in enumerate(record.indices))]
 
 

@@ -51,7 +51,7 @@ def fold(
         model, example_inputs, freeze_initializers=freeze_initializers, respect_inputs=respect_inputs,
         keep_class=keep_class,
     )  # fmt: skip
-    plan_ = planned(graph, only=only, skip=skip, keep_broken=keep_broken)
+    plan_ = planned(graph, only=only, skip=skip, merge=merge, keep_broken=keep_broken)
     folded, added = graph.apply(plan_)
     return Folded(folded, plan_.report.with_(bytes_added=added))
 
@@ -72,7 +72,7 @@ def plan(
         model, example_inputs, freeze_initializers=freeze_initializers, respect_inputs=respect_inputs,
         keep_class=keep_class,
     )  # fmt: skip
-    return planned(graph, only=only, skip=skip, keep_broken=True).report
+    return planned(graph, only=only, skip=skip, merge=merge, keep_broken=True).report
 
 
 def planned(
@@ -80,6 +80,7 @@ def planned(
     *,
     only: str | Iterable[str] | None = None,
     skip: str | Iterable[str] | None = None,
+    merge: bool = True,
     keep_broken: bool = False,
 ) -> Plan:
     """The plan for an opened graph, made again until the graph objects to none of its folds."""
@@ -92,7 +93,7 @@ def planned(
     selection = Selection(_patterns(only), _patterns(skip))
     refused: dict[int, Refusal] = {}
     while True:
-        plan_ = make_plan(program, selection, refused)
+        plan_ = make_plan(program, selection, refused, merge)
         objections = graph.objections(plan_)
         if not objections:
             return dataclasses.replace(plan_, report=plan_.report.with_(notes=graph.notes))

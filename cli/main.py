@@ -61,6 +61,7 @@ Only = Annotated[
 Skip = Annotated[
     list[str] | None, typer.Option("--skip", metavar="PATTERN", help="Keep norms whose name matches (repeatable).")
 ]
+NoMerge = Annotated[bool, typer.Option("--no-merge", help="Leave parallel branches as separate layers.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 RequireAll = Annotated[bool, typer.Option("--require-all", help="Exit 4, and write nothing, when a norm remains.")]
 KeepBroken = Annotated[
@@ -107,6 +108,7 @@ def export(
     trust_pickle: TrustPickle = False,
     only: Only = None,
     skip: Skip = None,
+    no_merge: NoMerge = False,
     require_all: RequireAll = False,
     keep_broken: KeepBroken = False,
     freeze_initializers: Freeze = False,
@@ -143,6 +145,7 @@ def export(
             trust_pickle=trust_pickle,
             only=only,
             skip=skip,
+            merge=not no_merge,
             freeze_initializers=freeze_initializers,
             respect_inputs=respect_inputs,
             keep_broken=keep_broken,
@@ -165,6 +168,7 @@ def fold(
     output: Output = None,
     only: Only = None,
     skip: Skip = None,
+    no_merge: NoMerge = False,
     require_all: RequireAll = False,
     keep_broken: KeepBroken = False,
     freeze_initializers: Freeze = False,
@@ -189,6 +193,7 @@ def fold(
             verify=not no_verify,
             only=only,
             skip=skip,
+            merge=not no_merge,
             freeze_initializers=freeze_initializers,
             respect_inputs=respect_inputs,
             keep_broken=keep_broken,
@@ -211,6 +216,7 @@ def inspect(
     trust_pickle: TrustPickle = False,
     only: Only = None,
     skip: Skip = None,
+    no_merge: NoMerge = False,
     freeze_initializers: Freeze = False,
     respect_inputs: Respect = False,
     json: Json = False,
@@ -240,6 +246,7 @@ def inspect(
             inputs,
             only=only,
             skip=skip,
+            merge=not no_merge,
             freeze_initializers=freeze_initializers,
             respect_inputs=respect_inputs,
         )

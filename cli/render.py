@@ -150,7 +150,9 @@ def _summary(report: Report, planned: bool) -> str:
     kinds = ", ".join(f"{n} {op}" for op, n in ops.most_common())
     norms = sum(f.norm is not None for f in report.folded)
     merged = len(report.folded) - norms
-    branches = f", {_counted(merged, 'sum')} of parallel branches {'would merge' if planned else 'merged'}" if merged else ""
+    branches = (
+        f", {_counted(merged, 'sum')} of parallel branches {'would merge' if planned else 'merged'}" if merged else ""
+    )
     fates = f"{norms} {verb}, {len(report.kept)} {'would stay' if planned else 'kept'}"
     return f"{_counted(len(report.norms), 'normalization')} ({kinds}): {fates}{constant}{branches}"
 

@@ -599,3 +599,5 @@ def test_random_nets(seeds, least):
     wanted = {f"{k} {d}" for k in PASSED for d in ("backward", "forward")} | {"embedding backward", "both"}
     assert not {k: exercised[k] for k in wanted if exercised[k] < least}
     assert len(reasons) >= 11
+
+

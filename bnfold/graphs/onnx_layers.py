@@ -129,7 +129,8 @@ def batch_norm(n: Node) -> Record:
         return n.opaque(Refusal(Reason.UNKNOWN_SHAPE, n.name, "the rank of its input is not known"), norm=True)
     gamma, beta, mean, variance = parameters
     _check_channels(n, [p.shape for p in parameters], shape)
-    result = normalization_map(mean, variance, float(np.float32(n.attr("epsilon", 1e-5))), gamma, beta)
+    epsilon = float(np.float32(n.attr("epsilon", 1e-5)))
+    result = normalization_map(mean, variance, epsilon, gamma, beta)
     if isinstance(result, Broken):
         n.lifter.broken.append(f"{n.name}: {result.detail}")
         return n.opaque(Refusal(Reason.NOT_FINITE, n.name, result.detail), norm=True)
@@ -142,7 +143,7 @@ def batch_norm(n: Node) -> Record:
     assert scale is not None
     return Scale(
         n.name, x, n.result(), m, Kind.NORM, n.op, scale.format or FLOAT32,
-        channels=gamma.shape[0], cost=2, module=n.module,
+        channels=gamma.shape[0], cost=2, epsilon=epsilon, module=n.module,
     )  # fmt: skip
 
 

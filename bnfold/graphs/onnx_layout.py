@@ -14,7 +14,6 @@ import numpy as np
 from ..affine import Affine, Dim, Shape
 from ..ops import Carry, Concat, Kind, Linear, Need, Opaque, Permute, Product, Record, Reshape, Scale, Sum, Take
 from ..report import Reason, Refusal
-from ..rounding import FLOAT32
 
 if TYPE_CHECKING:
     from .onnx_lift import Node
@@ -86,11 +85,10 @@ def prelu(n: Node) -> Records:
 
 def negation(n: Node) -> Records:
     """`-x`, a scale."""
-    shape = n.shape(n.value(0))
-    if shape is None:
+    shape, fmt = n.shape(n.value(0)), n.format(0)
+    if shape is None or fmt is None or n.scope.opset < 7:
         return n.opaque()
-    m = Affine.of(-1.0, 0.0, len(shape))
-    return Scale(n.name, n.value(0), n.result(), m, Kind.SCALE, n.op, n.format(0) or FLOAT32)
+    return Scale(n.name, n.value(0), n.result(), Affine.of(-1.0, 0.0, len(shape)), Kind.SCALE, n.op, fmt)
 
 
 # ---------------------------------------------------------------------- pools and means
@@ -141,6 +139,8 @@ def reduction(n: Node) -> Records:
         if n.attr("noop_with_empty_axes", 0):
             return _carry(n)
         axes = list(range(len(shape)))
+    if not shape:
+        return _carry(n)
     mixed = frozenset(a % len(shape) for a in axes)
     needs = {"ReduceMean": frozenset[Need](), "ReduceSum": frozenset({Need.NO_SHIFT})}
     need = needs.get(n.op, frozenset({Need.NONNEGATIVE}))
@@ -170,7 +170,7 @@ def pad(n: Node) -> Records:
     pads = n.attr("pads") or n.attr("paddings")
     if pads is None:
         c = n.constant(1)
-        pads = None if c is None else [int(p) for p in c.load()]
+        pads = None if c is None else [int(p) for p in c.load().reshape(-1)]
     if shape is None or pads is None:
         return _unknown(n, "how far it pads")
     axes = range(len(shape))
@@ -186,7 +186,7 @@ def pad(n: Node) -> Records:
     value: Any = n.attr("value", 0.0)
     if n.tensor(2) is not None:
         c = n.constant(2)
-        value = math.nan if c is None else float(c.load().reshape(-1)[0])
+        value = math.nan if c is None or c.load().size != 1 else float(c.load().reshape(-1)[0])
     if value != 0:
         return n.opaque(Refusal(Reason.PADDED_SHIFT, n.name, f"it pads with {value}"))
     return _carry(n, frozenset({Need.NO_SHIFT}), mixed)
@@ -198,11 +198,29 @@ def resize(n: Node) -> Records:
     mode = n.attr("mode", "nearest")
     if before is None or after is None or len(before) != len(after) or mode not in ("nearest", "linear", "bilinear"):
         return n.opaque()
-    mixed = frozenset(i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a is None or a != b)
     crop = n.attr("coordinate_transformation_mode", "") == "tf_crop_and_resize"
+    still = () if crop else _unresized(n, before, after)
+    mixed = frozenset(range(len(before))) - frozenset(still)
     if crop and n.attr("extrapolation_value", 0.0) != 0:
         return n.opaque(Refusal(Reason.PADDED_SHIFT, n.name, "what lies outside gets a value that is not zero"))
     return _carry(n, frozenset({Need.NO_SHIFT} if crop else ()), mixed)
+
+
+def _unresized(n: Node, before: Shape, after: Shape) -> list[int]:
+    """Axes that are copied as they are: of one size before and after, and not by rounding (4 * 1.2 is 4 too)."""
+    same = [i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a is not None and a == b]
+    by_size = n.op == "Resize" and n.tensor(3) is not None
+    axes = n.attr("axes")
+    if by_size:
+        return same
+    scales = n.attr("scales")
+    if scales is None:
+        c = n.constant(1 if n.op == "Upsample" or n.scope.opset < 11 else 2)
+        scales = None if c is None else [float(v) for v in c.float64().reshape(-1)]
+    if scales is None:
+        return []
+    factor = dict(zip(range(len(before)) if axes is None else [a % len(before) for a in axes], scales, strict=False))
+    return [i for i in same if factor.get(i, 1.0) == 1.0]
 
 
 # ---------------------------------------------------------------------- channels regrouped

@@ -245,7 +245,10 @@ class _Lifter:
                 return [(n.opaque(why, norm=rule is onnx_layers.batch_norm), Site(n.scope, (n.proto,)))]
         if rule is not None:
             n.check()
-        found = rule(n) if rule is not None else n.opaque()
+        try:
+            found = rule(n) if rule is not None else n.opaque()
+        except (ArithmeticError, IndexError, TypeError, ValueError) as e:
+            raise n.invalid("its operands or attributes are not of the form it asks for") from e
         records = found if isinstance(found, list) else [found]
         for record in records:
             self._remember_shape(record)
@@ -270,7 +273,9 @@ class _Lifter:
         if isinstance(record, Linear) and record.out_axis == 1:  # Conv and Gemm; a MatMul has any rank
             self.shapes[out] = (None, record.out_channels, *[None] * (len(record.weight.shape) - 2))
         elif isinstance(record, Scale | Carry):
-            self.shapes[out] = self.shapes.get(record.input)
+            shape = self.shapes.get(record.input)
+            mixed = record.mixed if isinstance(record, Carry) else ()
+            self.shapes[out] = shape and tuple(None if i in mixed else d for i, d in enumerate(shape))
 
 
 def _site(record: Record, n: Node) -> Site[Scope, NodeProto]:

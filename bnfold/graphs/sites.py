@@ -88,11 +88,12 @@ def _join_norms(records: Records, sites: list[Site[S, N]], alone: set[str]) -> s
     reader = {r.input: i for i, r in scales.items() if r.input in alone}
     writer = {r.output: i for i, r in scales.items() if r.output in alone}
     gone: set[int] = set()
+    claimed: set[int] = set()
     for i, r in scales.items():
         constant = sites[i].constant
-        if i in gone or r.kind is not Kind.SCALE or constant is None or not constant.rooted:
+        if i in claimed or r.kind is not Kind.SCALE or constant is None or not constant.rooted:
             continue
-        chain = _chain(i, scales, reader, writer, gone)
+        chain = _chain(i, scales, reader, writer, claimed)
         if len(chain) < 2 or any(sites[k].scope is not sites[i].scope for k in chain):
             continue
         total: Affine = scales[chain[0]].map
@@ -105,17 +106,18 @@ def _join_norms(records: Records, sites: list[Site[S, N]], alone: set[str]) -> s
             channels=channels, cost=len(chain), module=r.module,
         )  # fmt: skip
         sites[chain[-1]] = Site(sites[i].scope, tuple(n for k in chain for n in sites[k].nodes), sites[chain[0]].weight)
+        claimed.update(chain)
         gone.update(chain[:-1])
     return gone
 
 
 def _chain(
-    i: int, scales: dict[int, Scale], reader: dict[str, int], writer: dict[str, int], gone: set[int]
+    i: int, scales: dict[int, Scale], reader: dict[str, int], writer: dict[str, int], claimed: set[int]
 ) -> list[int]:
     """The shift in front of the rooted scale, the scale, further scales, and the shift that ends it."""
     chain = [i]
     k = writer.get(scales[i].input)
-    if k is not None and k not in gone and scales[k].kind is Kind.SHIFT:
+    if k is not None and k not in claimed and scales[k].kind is Kind.SHIFT:
         chain.insert(0, k)
     while (k := reader.get(scales[chain[-1]].output)) is not None:
         chain.append(k)
