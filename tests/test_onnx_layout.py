@@ -77,7 +77,9 @@ MERGES = {
     "one by one beside three by three": "a = Conv<pads=[1,1,1,1]>(x, w) b = Conv(x, v) y = Add(a, b)",
     "the value itself": "a = Conv<pads=[1,1,1,1]>(x, w) y = Add(x, a)",
     "row beside square": "a = Conv<pads=[1,1,1,1]>(x, w) b = Conv<pads=[0,1,0,1]>(x, r) y = Add(a, b)",
-    "dilated beside five by five": "a = Conv<pads=[2,2,2,2]>(x, f) b = Conv<pads=[2,2,2,2], dilations=[2,2]>(x, w) y = Add(a, b)",
+    "dilated beside five by five": (
+        "a = Conv<pads=[2,2,2,2]>(x, f) b = Conv<pads=[2,2,2,2], dilations=[2,2]>(x, w) y = Add(a, b)"
+    ),
     "strided": "a = Conv<pads=[1,1,1,1], strides=[2,2]>(x, w) b = Conv<strides=[2,2]>(x, v) y = Add(a, b)",
 }
 KERNELS = {"w": (3, 3, 3, 3), "v": (3, 3, 1, 1), "r": (3, 3, 1, 3), "f": (3, 3, 5, 5)}
@@ -98,7 +100,7 @@ APART = {
     "row beside column": "a = Conv<pads=[0,1,0,1]>(x, r) b = Conv<pads=[1,0,1,0]>(x, k) y = Add(a, b)",
     "another value": "s = Sigmoid(x) a = Conv(x, v) b = Conv(s, v) y = Add(a, b)",
     "a branch that is read elsewhere": "a = Conv(x, v) b = Conv(x, v) c = Add(a, b) y = Mul(c, b)",
-    "strided beside the value": "a = Conv<pads=[1,1,1,1], strides=[2,2]>(x, w) b = MaxPool<kernel_shape=[1,1], strides=[2,2]>(x) y = Add(a, b)",
+    "strides that differ": "a = Conv<pads=[1,1,1,1]>(x, w) b = Conv<strides=[2,2], pads=[6,6,5,4]>(x, v) y = Add(a, b)",
 }
 
 

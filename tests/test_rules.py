@@ -8,7 +8,7 @@ from programs import Case, Value, concat, product, total
 
 from bnfold.ops import Kind
 from bnfold.report import Reason, Refusal
-from bnfold.rounding import FLOAT32
+from bnfold.rounding import FLOAT16, FLOAT32
 
 LAYER = {"SetLinear": 1, "Bypass": 1}
 LAYERS = {"SetLinear": 2, "Bypass": 1}
@@ -556,6 +556,10 @@ def _mixed(x: Value, **norm) -> Value:
     return total(x.conv(4).relu().norm(**norm), x.gelu())
 
 
+def _narrow(x: Value) -> Value:
+    return total(x.conv(4, fmt=FLOAT16).relu().norm(sign="positive"), x.gelu())
+
+
 def _summed(x: Value, **norm) -> Value:
     """A norm whose scale passes the padding behind it and whose shift passes the sum before it, not its scale."""
     return total(x.conv(4), x.gelu()).norm(**norm)
@@ -568,6 +572,7 @@ def _summed(x: Value, **norm) -> Value:
          "bn both into conv, conv2 through sum", {}, LAYERS),
     Case("a zero scale has no shift to move back", lambda x: _summed(x).conv(3, taps=3, padded=True),
          kept=kept("unsupported-op at gelu", "padded-shift at conv2")),
+    Case("float16 has no room in between", lambda x: _narrow(x).conv(3), kept=kept("nonzero-shift at relu", "unequal-branches at sum")),
     Case("a negative scale stays", lambda x: _mixed(x).conv(3), kept=kept("nonzero-shift at relu", "unequal-branches at sum")),
     Case("shift ahead meets padding", lambda x: _mixed(x, sign="positive").conv(3, taps=3, padded=True),
          kept=kept("nonzero-shift at relu", "unequal-branches at sum")),
