@@ -100,7 +100,7 @@ APART = {
     "row beside column": "a = Conv<pads=[0,1,0,1]>(x, r) b = Conv<pads=[1,0,1,0]>(x, k) y = Add(a, b)",
     "another value": "s = Sigmoid(x) a = Conv(x, v) b = Conv(s, v) y = Add(a, b)",
     "a branch that is read elsewhere": "a = Conv(x, v) b = Conv(x, v) c = Add(a, b) y = Mul(c, b)",
-    "strides that differ": "a = Conv<pads=[1,1,1,1]>(x, w) b = Conv<strides=[2,2], pads=[6,6,5,4]>(x, v) y = Add(a, b)",
+    "strides that differ": "a = Conv<pads=[1,1,1,1]>(x, w) b = Conv<strides=[2,2], pads=[3,2,3,2]>(x, v) y = Add(a, b)",
 }
 
 
