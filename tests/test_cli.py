@@ -19,11 +19,11 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from bnfold.cli.main import run
 from onnx import TensorProto, helper, numpy_helper
 
 from bnfold import exporter, files
 from bnfold.checkpoint import load
-from bnfold.cli.main import run
 from bnfold.report import Kept, OutputCheck, Reason, Refusal, Report, Verdict
 from bnfold.transform import planned
 

@@ -146,6 +146,9 @@ def stays(why: str) -> dict[str, str]:
     Case("the input is captured", lambda x: x.pin().norm().conv(3), "bn forward into conv", {}, ONE),
     Case("nothing reads the norm", lambda x: [x.norm(), x.gelu()][1],
          kept=stays("model-input at x, not-executed at bn.out")),
+    Case("nothing reads it, and a ReLU is before it",
+         lambda x: [x.conv(3).relu().norm(maps=(2, 1)), x.gelu()][1],
+         kept=stays("nonzero-shift at relu, not-executed at bn.out")),
     Case("nothing reads it, but a layer is before it", lambda x: [x.conv(3).norm(), x.gelu()][1],
          "bn backward into conv", {}, ONE),
     Case("a reader nobody reads", lambda x: also(Value.relu, lambda v: v.conv(3))(x.norm("positive", False))[1:],
@@ -169,9 +172,13 @@ def ones(x: Value) -> Value:
     return x.norm(maps=(1, x.net.rng.normal(size=x.shape[1])))
 
 
+def _plus_last(x: Value) -> Value:
+    return x.plus(x.per_channel(2))
+
+
 def paid_late(x: Value) -> Value:
     """The bias the shift needs is first paid for by the norm behind the layer."""
-    return x.plus(x.per_channel(2)).matmul(6).norm(axis=2)
+    return _plus_last(x).matmul(6).norm(axis=2)
 
 
 def paid_later(x: Value) -> list[Value]:
@@ -183,6 +190,7 @@ def paid_later(x: Value) -> list[Value]:
 
 @table(
     Case("a second sweep", paid_late, ("bn backward into matmul", "plus forward into matmul"), {}, TWO),
+    Case("a scale pays for no bias", lambda x: _plus_last(x.matmul(3).mul(2.0)), "mul backward into matmul", {}, ONE),
     Case("a third sweep", paid_later, ("bn forward into matmul, matmul2 through sum", "bn2 backward into matmul2",
                                        "plus forward into matmul through sum"), {}, {"SetLinear": 2, "Bypass": 3}),
     Case("two biases cost as much as a norm", lambda x: also(*[lambda v: v.matmul(3)] * 2)(x.norm(axis=2)),
@@ -599,5 +607,3 @@ def test_random_nets(seeds, least):
     wanted = {f"{k} {d}" for k in PASSED for d in ("backward", "forward")} | {"embedding backward", "both"}
     assert not {k: exercised[k] for k in wanted if exercised[k] < least}
     assert len(reasons) >= 11
-
-

@@ -391,6 +391,10 @@ def taken(x: Value, *indices, axis=1) -> list[Value]:
          AHEAD + "conv through take", {}, LAYER),
     Case("forward, along positions", lambda x: x.norm().take(2, [0, 2])[0].conv(2), AHEAD + "conv through take", {},
          LAYER),
+    Case("forward, of unknown size", lambda x: x.norm().declared(2, None, 5).take(1, [0, 2])[0].conv(2),
+         kept=starts("unknown-shape at take")),
+    Case("forward, along positions of unknown number",
+         lambda x: x.norm().declared(2, 4, None).take(2, [0, 2])[0].conv(2), AHEAD + "conv through take", {}, LAYER),
     Case("forward, axis from the end", lambda x: x.norm().take(-2, [0, 2])[0].conv(2), AHEAD + "conv through take", {},
          LAYER),
     Case("forward, one part refuses", lambda x: _split_ways(x.norm()), kept=starts("unsupported-op at gelu")),
@@ -556,8 +560,14 @@ def _mixed(x: Value, **norm) -> Value:
     return total(x.conv(4).relu().norm(**norm), x.gelu())
 
 
-def _narrow(x: Value) -> Value:
-    return total(x.conv(4, fmt=FLOAT16).relu().norm(sign="positive"), x.gelu())
+def _narrow(x: Value, fmt) -> Value:
+    """As `_mixed`, with a layer in this format and a map that its weights could take in."""
+    return total(x.conv(4, fmt=fmt).relu().norm(maps=([1.5, 2, 0.5, 1], [1, 0, -1, 2])), x.gelu())
+
+
+def _added_twice(x: Value) -> list[Value]:
+    """Two layers without a bias whose inputs take the shift."""
+    return [total(x, x.net.input(*x.shape, name=name)).left_matmul(3) for name in "yz"]
 
 
 def _summed(x: Value, **norm) -> Value:
@@ -566,16 +576,24 @@ def _summed(x: Value, **norm) -> Value:
 
 
 @table(
-    Case("scale back, shift ahead", lambda x: _mixed(x, sign="positive").conv(3), "bn both into conv, conv2 through relu, sum",
-         {}, LAYERS),
+    Case("scale back, shift ahead", lambda x: _mixed(x, sign="positive").conv(3),
+         "bn both into conv, conv2 through relu, sum", {}, LAYERS),
     Case("shift back, scale ahead", lambda x: _summed(x, sign="positive").conv(3, taps=3, padded=True),
          "bn both into conv, conv2 through sum", {}, LAYERS),
     Case("a zero scale has no shift to move back", lambda x: _summed(x).conv(3, taps=3, padded=True),
          kept=kept("unsupported-op at gelu", "padded-shift at conv2")),
-    Case("float16 has no room in between", lambda x: _narrow(x).conv(3), kept=kept("nonzero-shift at relu", "unequal-branches at sum")),
-    Case("a negative scale stays", lambda x: _mixed(x).conv(3), kept=kept("nonzero-shift at relu", "unequal-branches at sum")),
+    Case("float16 has no room in between", lambda x: _narrow(x, FLOAT16).conv(3),
+         kept=kept("nonzero-shift at relu", "unequal-branches at sum")),
+    Case("float32 has", lambda x: _narrow(x, FLOAT32).conv(3), "bn both into conv, conv2 through relu, sum", {},
+         LAYERS),
+    Case("a negative scale stays", lambda x: _mixed(x).conv(3),
+         kept=kept("nonzero-shift at relu", "unequal-branches at sum")),
     Case("shift ahead meets padding", lambda x: _mixed(x, sign="positive").conv(3, taps=3, padded=True),
          kept=kept("nonzero-shift at relu", "unequal-branches at sum")),
+    Case("two biases cost as much", lambda x: _added_twice(x.conv(4).relu().norm("positive")),
+         kept=kept("nonzero-shift at relu", "unequal-branches at sum")),
+    Case("one bias costs less", lambda x: _mixed(x, sign="positive").left_matmul(3),
+         "bn both into conv, matmul through relu, sum", {}, LAYERS),
     Case("a positive scale alone is no gain", lambda x: x.conv(4).relu().norm(sign="positive"),
          kept=ends("nonzero-shift at relu")),
 )  # fmt: skip

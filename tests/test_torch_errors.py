@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import threading
 
-import bnfold
 import pytest
 import torch
-from bnfold.errors import CaptureError, UsageError
 from torch import nn
-from torch_models import Chain, Net, image, snapshot
+from torch_models import Chain, Net, bn, conv, image, snapshot
 
-
-def conv(inputs: int = 4, outputs: int = 8) -> nn.Conv2d:
-    return nn.Conv2d(inputs, outputs, 3)
+import bnfold
+from bnfold.errors import CaptureError, UsageError
 
 
 def block() -> nn.Module:
-    return Chain(conv=conv(), bn=nn.BatchNorm2d(8)).eval()
+    return Chain(conv=conv(), bn=bn(8)).eval()
 
 
 def locked() -> nn.Module:
@@ -36,7 +33,9 @@ def said_of(caught) -> str:
 @pytest.mark.parametrize(
     ("build", "inputs", "said"),
     [
-        pytest.param(block, torch.randn(2, 3, 8, 8), r"Chain .* shape \(2, 3, 8, 8\).*4 channels, but got 3", id="channels"),
+        pytest.param(
+            block, torch.randn(2, 3, 8, 8), r"Chain .* shape \(2, 3, 8, 8\).*4 channels, but got 3", id="channels"
+        ),
         pytest.param(block, torch.randn(2, 4), r"shape \(2, 4\)", id="rank"),
         pytest.param(block, torch.randn(2, 4, 2, 2), r"shape \(2, 4, 2, 2\).*[Kk]ernel size", id="too-small"),
         pytest.param(block, torch.ones(2, 4, 8, 8, dtype=torch.int64), r"RuntimeError: Input type", id="integers"),
@@ -45,9 +44,14 @@ def said_of(caught) -> str:
         pytest.param(block, (), r"missing 1 required positional argument", id="none"),
         pytest.param(block, {"picture": image()()}, r"unexpected keyword argument 'picture'", id="keyword"),
         pytest.param(locked, image()(), r"Chain cannot be copied.*lock", id="cannot-be-copied"),
-        pytest.param(lambda: Chain(conv=nn.LazyConv2d(8, 3), bn=nn.LazyBatchNorm2d()), image()(), r"conv \(LazyConv2d\) has no weights yet: run a batch", id="lazy"),
+        pytest.param(
+            lambda: Chain(conv=nn.LazyConv2d(8, 3), bn=nn.LazyBatchNorm2d()),
+            image()(),
+            r"conv \(LazyConv2d\) has no weights yet: run a batch",
+            id="lazy",
+        ),
     ],
-)  # fmt: skip
+)
 def test_inputs_that_do_not_fit(build, inputs, said):
     module = build()
     before = snapshot(module) if "Lazy" not in type(next(module.children())).__name__ else None
@@ -77,7 +81,7 @@ def test_what_is_no_model(model, said):
 def test_torchscript():
     with pytest.warns(FutureWarning):
         script = torch.jit.trace(block(), image()())
-    with pytest.raises(UsageError, match="TorchScript.*pass the nn.Module it was made from") as caught:
+    with pytest.raises(UsageError, match=r"TorchScript.*pass the nn.Module it was made from") as caught:
         bnfold.fold(script, image()())
     said_of(caught)
 
@@ -98,7 +102,7 @@ def through_numpy(self, x):
 @pytest.mark.parametrize("forward", [positive, as_many_as_it_says, through_numpy], ids=lambda f: f.__name__)
 def test_control_flow_that_depends_on_data(forward):
     """The exporter's first line says where it stopped."""
-    module, x = Net(forward, conv=conv(), bn=nn.BatchNorm2d(8)).eval(), image()()
+    module, x = Net(forward, conv=conv(), bn=bn(8)).eval(), image()()
     before = snapshot(module)
     with pytest.raises(CaptureError, match=r"torch.export cannot capture Net: \w+") as caught:
         bnfold.fold(module, x)
@@ -113,6 +117,6 @@ def test_patterns_that_match_nothing():
 
 
 def test_inputs_that_cannot_be_guessed():
-    module = Net(lambda s, x: s.bn(x["image"]), bn=nn.BatchNorm2d(4)).eval()
+    module = Net(lambda s, x: s.bn(x["image"]), bn=bn(4)).eval()
     with pytest.raises(UsageError, match="pass --input"):
         bnfold.fold(module)

@@ -8,22 +8,35 @@ from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
 
-import bnfold
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
 from torch.export import Dim, ExportedProgram
-from torch_models import EXACT, Case, Chain, Net, check, check_report, compare, image, in_double, row, run, snapshot, tensor
+from torch_models import (
+    EXACT,
+    Case,
+    Chain,
+    Net,
+    bn,
+    check,
+    check_report,
+    compare,
+    conv,
+    image,
+    in_double,
+    row,
+    run,
+    snapshot,
+    tensor,
+)
 from torchvision.ops import FrozenBatchNorm2d
 
-
-def conv(inputs: int = 4, outputs: int = 8, **options) -> nn.Conv2d:
-    return nn.Conv2d(inputs, outputs, 3, **options)
+import bnfold
 
 
 def parts(**more: Any) -> dict[str, Any]:
-    return {"conv": conv(), "bn": nn.BatchNorm2d(8), **more}
+    return {"conv": conv(), "bn": bn(8), **more}
 
 
 # ---------------------------------------------------------------------- inputs and outputs
@@ -34,7 +47,7 @@ class Signature(nn.Module):
 
     def __init__(self, functional: bool = False):
         super().__init__()
-        self.conv, self.bn, self.functional = conv(), nn.BatchNorm2d(8), functional
+        self.conv, self.bn, self.functional = conv(), bn(8), functional
 
     def forward(self, a, b=None, *, c=None):
         y = self.bn(F.conv2d(a, self.conv.weight) if self.functional else self.conv(a))
@@ -86,20 +99,27 @@ def layered(rest: Callable) -> Callable[[bool], nn.Module]:
         *in_both_ways("positions", lambda tree: Signature(not tree), lambda: (image()(), image()())),
         *in_both_ways("keywords", lambda tree: Signature(not tree), lambda: {"c": image()(), "a": image()()}),
         *in_both_ways("batch-of-one", layered(lambda y, x: y), image(batch=1)),
-        *in_both_ways("batch-of-one-and-another-input", layered(lambda y, x, z: y * z), lambda: (image(batch=1)(), torch.randn(6)), batches=False),
+        *in_both_ways(
+            "batch-of-one-and-another-input",
+            layered(lambda y, x, z: y * z),
+            lambda: (image(batch=1)(), torch.randn(6)),
+            batches=False,
+        ),
         *in_both_ways("nested", lambda tree: Net(nested, **parts(), tree=tree), NESTED),
         *in_both_ways("masked", layered(lambda y, x: y[y > 0.5]), image()),
-        *in_both_ways("squeezed", layered(lambda y, x: y.amax((2, 3), keepdim=True).squeeze()), image(batch=1), batches=False),
+        *in_both_ways(
+            "squeezed", layered(lambda y, x: y.amax((2, 3), keepdim=True).squeeze()), image(batch=1), batches=False
+        ),
         *in_both_ways("reshaped-by-size", layered(lambda y, x: y.reshape(x.shape[0], x.size(1), -1)), image()),
     ],
-)  # fmt: skip
+)
 def test_inputs_and_outputs(case: Case):
     """In both results the containers, types and values are those of the network, at another batch size too."""
     check(case)
 
 
 def test_inputs_are_inferred():
-    folded = bnfold.fold(Chain(conv=conv(3, 4), bn=nn.BatchNorm2d(4)).eval())
+    folded = bnfold.fold(Chain(conv=conv(3, 4), bn=bn(4)).eval())
     assert [f.norm for f in folded.report.folded] == ["bn"]
 
 
@@ -115,7 +135,7 @@ class Graphed(nn.Module):
 
     def __init__(self, functional: bool):
         super().__init__()
-        self.conv, self.bn, self.act, self.functional = conv(), nn.BatchNorm2d(8), nn.Tanh(), functional
+        self.conv, self.bn, self.act, self.functional = conv(), bn(8), nn.Tanh(), functional
 
     def forward(self, x):
         y = F.conv2d(x, self.conv.weight, self.conv.bias) if self.functional else self.conv(x)
@@ -141,10 +161,15 @@ def test_graph_module(functional):
     [
         row("compiled", lambda: torch.compile(Chain(**parts()).eval(), backend="eager"), image(), "_orig_mod.bn"),
         row("data-parallel", lambda: nn.DataParallel(Chain(**parts())), image(), "module.bn"),
-        row("sequential", lambda: nn.Sequential(conv(), nn.BatchNorm2d(8), nn.Tanh()), image(), "1"),
-        row("nested-sequential", lambda: nn.Sequential(nn.Sequential(conv(), nn.BatchNorm2d(8)), nn.Sequential(conv(8, 8), nn.BatchNorm2d(8))), image(), "0.1 1.1"),
+        row("sequential", lambda: nn.Sequential(conv(), bn(8), nn.Tanh()), image(), "1"),
+        row(
+            "nested-sequential",
+            lambda: nn.Sequential(nn.Sequential(conv(), bn(8)), nn.Sequential(conv(8, 8), bn(8))),
+            image(),
+            "0.1 1.1",
+        ),
     ],
-)  # fmt: skip
+)
 def test_wrappers(case: Case):
     check(case)
 
@@ -205,7 +230,7 @@ def test_flags_of_parameters_stay(functional):
 
 
 def test_plan_is_the_report_of_fold():
-    case = Case("plan", lambda: Chain(**parts(), b2=nn.BatchNorm2d(8), act=nn.Tanh(), b3=nn.BatchNorm2d(8)), image())
+    case = Case("plan", lambda: Chain(**parts(), b2=bn(8), act=nn.Tanh(), b3=bn(8)), image())
     module = case.make()
     before = snapshot(module)
     plan = bnfold.plan(module, case.given())
@@ -223,7 +248,7 @@ class Constants(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.bn = nn.BatchNorm2d(8)
+        self.bn = bn(8)
         self.register_buffer("w", torch.randn(8, 4, 3, 3), persistent=False)
         self.k = torch.randn(8, 8, 1, 1)
 
@@ -236,7 +261,7 @@ class Writing(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.conv, self.bn = conv(), nn.BatchNorm2d(8)
+        self.conv, self.bn = conv(), bn(8)
         self.register_buffer("n", torch.zeros(1))
 
     def forward(self, x):
@@ -252,23 +277,58 @@ def tied() -> nn.Module:
 
 
 PROGRAMS = [
-    row("conv", lambda: Chain(conv=conv(bias=False), bn=nn.BatchNorm2d(8), act=nn.ReLU(True)), image(), "bn"),
-    row("twice", lambda: Net(lambda s, x: s.bn(s.conv(s.bn(s.conv(x)))), conv=conv(4, 4), bn=nn.BatchNorm2d(4)), image(), "bn bn#2"),
-    row("linear", lambda: Chain(fc=nn.Linear(4, 8, bias=False), b1=nn.BatchNorm1d(8), act=nn.ReLU(True), last=nn.Linear(8, 4), b2=nn.BatchNorm1d(4)), tensor(3, 4), "b1 b2"),
-    row("linear-3d", lambda: Net(lambda s, x: s.bn(s.fc(x).transpose(1, 2)), fc=nn.Linear(4, 8), bn=nn.BatchNorm1d(8)), tensor(3, 5, 4), "bn"),
+    row("conv", lambda: Chain(conv=conv(bias=False), bn=bn(8), act=nn.ReLU(True)), image(), "bn"),
+    row(
+        "twice", lambda: Net(lambda s, x: s.bn(s.conv(s.bn(s.conv(x)))), conv=conv(4, 4), bn=bn(4)), image(), "bn bn#2"
+    ),
+    row(
+        "linear",
+        lambda: Chain(
+            fc=nn.Linear(4, 8, bias=False),
+            b1=nn.BatchNorm1d(8),
+            act=nn.ReLU(True),
+            last=nn.Linear(8, 4),
+            b2=nn.BatchNorm1d(4),
+        ),
+        tensor(3, 4),
+        "b1 b2",
+    ),
+    row(
+        "linear-3d",
+        lambda: Net(lambda s, x: s.bn(s.fc(x).transpose(1, 2)), fc=nn.Linear(4, 8), bn=nn.BatchNorm1d(8)),
+        tensor(3, 5, 4),
+        "bn",
+    ),
     row("in-front", lambda: Chain(bn=nn.BatchNorm1d(4), fc=nn.Linear(4, 8)), tensor(3, 4), "bn"),
-    row("transposed", lambda: Chain(up=nn.ConvTranspose2d(4, 6, 3, groups=2, bias=False), bn=nn.BatchNorm2d(6)), image(), "bn"),
+    row("transposed", lambda: Chain(up=nn.ConvTranspose2d(4, 6, 3, groups=2, bias=False), bn=bn(6)), image(), "bn"),
     row("frozen", lambda: Chain(conv=conv(), bn=FrozenBatchNorm2d(8)), image(), "bn"),
     row("instance", lambda: Chain(conv=conv(), bn=nn.InstanceNorm2d(8, track_running_stats=True)), image(), "bn"),
-    row("instance-statistics", lambda: Chain(conv=conv(), bn=nn.InstanceNorm2d(8)), image(), kept={"bn": "batch-statistics"}),
-    row("batch-statistics", lambda: Chain(conv=conv(), bn=nn.BatchNorm2d(8, track_running_stats=False)), image(), kept={"bn": "batch-statistics"}),
-    row("taken-by-another", lambda: Chain(b1=nn.BatchNorm2d(4), b2=nn.BatchNorm2d(4), act=nn.Sigmoid()), image(), "b1", {"b2": "model-input unsupported-op"}, left=0),
-    row("kept", lambda: Chain(bn=nn.BatchNorm2d(4), act=nn.Sigmoid()), image(), kept={"bn": "model-input unsupported-op"}),
+    row(
+        "instance-statistics",
+        lambda: Chain(conv=conv(), bn=nn.InstanceNorm2d(8)),
+        image(),
+        kept={"bn": "batch-statistics"},
+    ),
+    row(
+        "batch-statistics",
+        lambda: Chain(conv=conv(), bn=bn(8, track_running_stats=False)),
+        image(),
+        kept={"bn": "batch-statistics"},
+    ),
+    row(
+        "taken-by-another",
+        lambda: Chain(b1=bn(4), b2=bn(4), act=nn.Sigmoid()),
+        image(),
+        "b1",
+        {"b2": "model-input unsupported-op"},
+        left=0,
+    ),
+    row("kept", lambda: Chain(bn=bn(4), act=nn.Sigmoid()), image(), kept={"bn": "model-input unsupported-op"}),
     row("constants", Constants, image(), "bn"),
     row("writes", Writing, image(), "bn"),
     row("tied", tied, image(), "bn"),
     row("keywords", lambda: Signature(), lambda: {"c": image()(), "a": image()()}, "bn"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("how", DECOMPOSED)
@@ -318,8 +378,10 @@ def saved_and_loaded(program: ExportedProgram) -> ExportedProgram:
 
 @pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
 def test_a_program_with_a_free_batch(strict):
-    case = Case("free", lambda: Chain(**parts(act=nn.ReLU(True), c2=conv(8, 8), b2=nn.BatchNorm2d(8))), image(), ("bn", "b2"))
-    program = exported(case.make().double(), in_double(case.given()), dynamic_shapes=({0: Dim("batch")},), strict=strict)
+    case = Case("free", lambda: Chain(**parts(act=nn.ReLU(True), c2=conv(8, 8), b2=bn(8))), image(), ("bn", "b2"))
+    program = exported(
+        case.make().double(), in_double(case.given()), dynamic_shapes=({0: Dim("batch")},), strict=strict
+    )
     result = bnfold.fold(program)
     check_report(case, result.report)
     assert set(result.model.state_dict) == {"conv.weight", "conv.bias", "c2.weight", "c2.bias"}

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch_models import Case, Chain, Net, check, image, row, tensor
+from torch_models import Case, Chain, Net, bn, check, conv, image, row, tensor
 
 CONV = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 CONV_TRANSPOSE = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
@@ -35,10 +35,6 @@ def parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(shape))
 
 
-def conv(inputs: int = 4, outputs: int = 8, kernel: int = 3, **options) -> nn.Conv2d:
-    return nn.Conv2d(inputs, outputs, kernel, **options)
-
-
 def around(dims: int, channels: tuple[int, int, int], bias: bool) -> nn.Module:
     """A norm behind a convolution, one behind a transposed convolution, and one in front of a convolution."""
     inputs, outputs, groups = channels
@@ -53,7 +49,9 @@ def around(dims: int, channels: tuple[int, int, int], bias: bool) -> nn.Module:
         behind_up=NORM[dims](outputs),
         act3=nn.Tanh(),
         front=NORM[dims](outputs),
-        last=CONV[dims](outputs, inputs, 2, dilation=2, groups=math.gcd(outputs, inputs) if groups > 1 else 1, bias=bias),
+        last=CONV[dims](
+            outputs, inputs, 2, dilation=2, groups=math.gcd(outputs, inputs) if groups > 1 else 1, bias=bias
+        ),
     )
 
 
@@ -80,19 +78,31 @@ PADDED = "model-input padded-shift"
 @pytest.mark.parametrize(
     "case",
     [
-        *[row(mode, lambda m=mode: _padded(m), image(), "b1 b2 b3 b4") for mode in ("zeros", "reflect", "replicate", "circular")],
-        row("same-even-kernel", lambda: Chain(conv=conv(kernel=4, padding="same"), bn=nn.BatchNorm2d(8)), image(), "bn"),
-        row("in-front-unpadded", lambda: Chain(bn=nn.BatchNorm2d(4), conv=conv(stride=2)), image(), "bn"),
-        row("in-front-valid", lambda: Chain(bn=nn.BatchNorm2d(4), conv=conv(padding="valid")), image(), "bn"),
-        row("in-front-same-1x1", lambda: Chain(bn=nn.BatchNorm2d(4), conv=conv(kernel=1, padding="same")), image(), "bn"),
-        row("in-front-padded", lambda: Chain(bn=nn.BatchNorm2d(4), conv=conv(padding=1)), image(), kept={"bn": PADDED}),
-        row("in-front-one-side", lambda: Chain(bn=nn.BatchNorm2d(4), conv=conv(padding=(0, 1))), image(), kept={"bn": PADDED}),
-        row("in-front-padded-1x1", lambda: Chain(bn=nn.BatchNorm2d(4), conv=conv(kernel=1, padding=1)), image(), kept={"bn": PADDED}),
-        row("in-front-same", lambda: Chain(bn=nn.BatchNorm2d(4), conv=conv(padding="same")), image(), kept={"bn": PADDED}),
-        row("in-front-transposed", lambda: Chain(bn=nn.BatchNorm2d(4), up=nn.ConvTranspose2d(4, 6, 3)), image(), kept={"bn": PADDED}),
-        row("in-front-transposed-1x1", lambda: Chain(bn=nn.BatchNorm2d(4), up=nn.ConvTranspose2d(4, 6, 1, 2)), image(), kept={"bn": PADDED}),
+        *[
+            row(mode, lambda m=mode: _padded(m), image(), "b1 b2 b3 b4")
+            for mode in ("zeros", "reflect", "replicate", "circular")
+        ],
+        row("same-even-kernel", lambda: Chain(conv=conv(kernel=4, padding="same"), bn=bn(8)), image(), "bn"),
+        row("in-front-unpadded", lambda: Chain(bn=bn(4), conv=conv(stride=2)), image(), "bn"),
+        row("in-front-valid", lambda: Chain(bn=bn(4), conv=conv(padding="valid")), image(), "bn"),
+        row("in-front-same-1x1", lambda: Chain(bn=bn(4), conv=conv(kernel=1, padding="same")), image(), "bn"),
+        row("in-front-padded", lambda: Chain(bn=bn(4), conv=conv(padding=1)), image(), kept={"bn": PADDED}),
+        row("in-front-one-side", lambda: Chain(bn=bn(4), conv=conv(padding=(0, 1))), image(), kept={"bn": PADDED}),
+        row(
+            "in-front-padded-1x1", lambda: Chain(bn=bn(4), conv=conv(kernel=1, padding=1)), image(), kept={"bn": PADDED}
+        ),
+        row("in-front-same", lambda: Chain(bn=bn(4), conv=conv(padding="same")), image(), kept={"bn": PADDED}),
+        row(
+            "in-front-transposed", lambda: Chain(bn=bn(4), up=nn.ConvTranspose2d(4, 6, 3)), image(), kept={"bn": PADDED}
+        ),
+        row(
+            "in-front-transposed-1x1",
+            lambda: Chain(bn=bn(4), up=nn.ConvTranspose2d(4, 6, 1, 2)),
+            image(),
+            kept={"bn": PADDED},
+        ),
     ],
-)  # fmt: skip
+)
 def test_padding(case: Case):
     check(case)
 
@@ -101,7 +111,7 @@ def _padded(mode: str) -> nn.Module:
     """The ways to say how much padding: a number, one for each side, "same" and "valid"."""
     parts: dict[str, nn.Module] = {}
     for k, way in enumerate((1, (2, 1), "same", "valid"), 1):
-        parts |= {f"c{k}": conv(4, 4, padding=way, padding_mode=mode), f"b{k}": nn.BatchNorm2d(4), f"act{k}": nn.Tanh()}
+        parts |= {f"c{k}": conv(4, 4, padding=way, padding_mode=mode), f"b{k}": bn(4), f"act{k}": nn.Tanh()}
     return Chain(**parts)
 
 
@@ -114,8 +124,13 @@ def test_a_shift_free_norm_passes_padding():
             norm.running_mean.zero_()
 
     def build():
-        return Net(lambda s, x: s.up(s.bn2(s.conv(s.bn(x)).tanh())), bn=nn.BatchNorm2d(4), conv=conv(padding=1),
-                   bn2=nn.BatchNorm2d(8), up=nn.ConvTranspose2d(8, 6, 3))  # fmt: skip
+        return Net(
+            lambda s, x: s.up(s.bn2(s.conv(s.bn(x)).tanh())),
+            bn=bn(4),
+            conv=conv(padding=1),
+            bn2=bn(8),
+            up=nn.ConvTranspose2d(8, 6, 3),
+        )
 
     check(Case("shift-free", build, image(), ("bn", "bn2"), prepare=without_shift))
 
@@ -129,38 +144,60 @@ PER_FEATURE = {"bn": "not-per-channel model-output"}
         row("linear", lambda: Chain(fc=nn.Linear(4, 8), bn=nn.BatchNorm1d(8)), tensor(3, 4), "bn"),
         row("linear-bare", lambda: Chain(fc=nn.Linear(4, 8, bias=False), bn=nn.BatchNorm1d(8)), tensor(3, 4), "bn"),
         row("in-front-of-linear", lambda: Chain(bn=nn.BatchNorm1d(4), fc=nn.Linear(4, 8)), tensor(3, 4), "bn"),
-        row("in-front-of-linear-bare", lambda: Chain(bn=nn.BatchNorm1d(4), fc=nn.Linear(4, 8, bias=False)), tensor(3, 4), "bn"),
+        row(
+            "in-front-of-linear-bare",
+            lambda: Chain(bn=nn.BatchNorm1d(4), fc=nn.Linear(4, 8, bias=False)),
+            tensor(3, 4),
+            "bn",
+        ),
         row("linear-3d", lambda: Chain(fc=nn.Linear(4, 8), bn=nn.BatchNorm1d(5)), tensor(3, 5, 4), kept=PER_FEATURE),
-        row("linear-3d-sizes-agree", lambda: Chain(fc=nn.Linear(4, 8), bn=nn.BatchNorm1d(8)), tensor(3, 8, 4), kept=PER_FEATURE),
-        row("in-front-of-linear-3d", lambda: Chain(bn=nn.BatchNorm1d(4), fc=nn.Linear(4, 8)), tensor(3, 4, 4), kept={"bn": "model-input not-per-channel"}),
+        row(
+            "linear-3d-sizes-agree",
+            lambda: Chain(fc=nn.Linear(4, 8), bn=nn.BatchNorm1d(8)),
+            tensor(3, 8, 4),
+            kept=PER_FEATURE,
+        ),
+        row(
+            "in-front-of-linear-3d",
+            lambda: Chain(bn=nn.BatchNorm1d(4), fc=nn.Linear(4, 8)),
+            tensor(3, 4, 4),
+            kept={"bn": "model-input not-per-channel"},
+        ),
         row(
             "linear-3d-transposed",
             lambda: Net(lambda s, x: s.bn(s.fc(x).transpose(1, 2)), fc=nn.Linear(4, 8), bn=nn.BatchNorm1d(8)),
-            tensor(3, 5, 4), "bn",
+            tensor(3, 5, 4),
+            "bn",
         ),
         row(
             "linear-tokens-in-one-row",
             lambda: Net(_tokens, fc=nn.Linear(4, 8), bn=nn.BatchNorm1d(8)),
-            tensor(3, 5, 4), "bn",
+            tensor(3, 5, 4),
+            "bn",
         ),
         row(
             "linear-as-image",
-            lambda: Net(lambda s, x: s.bn(s.fc(x).unflatten(1, (8, 1, 1))), fc=nn.Linear(4, 8), bn=nn.BatchNorm2d(8)),
-            tensor(3, 4), "bn",
+            lambda: Net(lambda s, x: s.bn(s.fc(x).unflatten(1, (8, 1, 1))), fc=nn.Linear(4, 8), bn=bn(8)),
+            tensor(3, 4),
+            "bn",
         ),
-        row("conv1d-then-features", lambda: Chain(conv=nn.Conv1d(4, 8, 3), bn=nn.BatchNorm1d(8)), tensor(2, 4, 9), "bn"),
+        row(
+            "conv1d-then-features", lambda: Chain(conv=nn.Conv1d(4, 8, 3), bn=nn.BatchNorm1d(8)), tensor(2, 4, 9), "bn"
+        ),
         row(
             "conv-then-flatten",
             lambda: Chain(conv=conv(), flat=nn.Flatten(), bn=nn.BatchNorm1d(8 * 5 * 6)),
-            image(), kept={"bn": "not-per-channel model-output"},
+            image(),
+            kept={"bn": "not-per-channel model-output"},
         ),
         row(
             "flatten-then-linear",
-            lambda: Chain(bn=nn.BatchNorm2d(4), flat=nn.Flatten(), fc=nn.Linear(4 * 3 * 4, 5)),
-            image(side=3), "bn",
+            lambda: Chain(bn=bn(4), flat=nn.Flatten(), fc=nn.Linear(4 * 3 * 4, 5)),
+            image(side=3),
+            "bn",
         ),
     ],
-)  # fmt: skip
+)
 def test_features(case: Case):
     check(case)
 
@@ -173,16 +210,37 @@ def _tokens(self, x):
 @pytest.mark.parametrize(
     "case",
     [
-        row("conv1d", lambda: Chain(conv=nn.Conv1d(4, 8, 3), bn=nn.BatchNorm1d(6)), tensor(4, 8), kept=PER_FEATURE, batches=False),
-        row("conv1d-sizes-agree", lambda: Chain(conv=nn.Conv1d(4, 6, 3), bn=nn.BatchNorm1d(6)), tensor(4, 8), kept=PER_FEATURE, batches=False),
-        row("conv1d-in-front", lambda: Chain(bn=nn.BatchNorm1d(9), conv=nn.Conv1d(4, 8, 3)), tensor(4, 9), kept={"bn": "model-input not-per-channel"}, batches=False),
+        row(
+            "conv1d",
+            lambda: Chain(conv=nn.Conv1d(4, 8, 3), bn=nn.BatchNorm1d(6)),
+            tensor(4, 8),
+            kept=PER_FEATURE,
+            batches=False,
+        ),
+        row(
+            "conv1d-sizes-agree",
+            lambda: Chain(conv=nn.Conv1d(4, 6, 3), bn=nn.BatchNorm1d(6)),
+            tensor(4, 8),
+            kept=PER_FEATURE,
+            batches=False,
+        ),
+        row(
+            "conv1d-in-front",
+            lambda: Chain(bn=nn.BatchNorm1d(9), conv=nn.Conv1d(4, 8, 3)),
+            tensor(4, 9),
+            kept={"bn": "model-input not-per-channel"},
+            batches=False,
+        ),
         row(
             "conv2d-instance-norm",
             lambda: Chain(conv=conv(), bn=nn.InstanceNorm2d(8, track_running_stats=True)),
-            tensor(4, 7, 8), "bn", batches=False, same_class=False,
+            tensor(4, 7, 8),
+            "bn",
+            batches=False,
+            same_class=False,
         ),
     ],
-)  # fmt: skip
+)
 def test_unbatched_inputs(case: Case):
     check(case)
 
@@ -190,19 +248,78 @@ def test_unbatched_inputs(case: Case):
 @pytest.mark.parametrize(
     "case",
     [
-        row("conv", lambda: Net(lambda s, x: s.bn(F.conv2d(x, s.w, s.b)), w=parameter(8, 4, 3, 3), b=parameter(8), bn=nn.BatchNorm2d(8)), image(), "bn"),
-        row("conv-bare", lambda: Net(lambda s, x: s.bn(F.conv2d(x, s.w)), w=parameter(8, 4, 3, 3), bn=nn.BatchNorm2d(8)), image(), "bn"),
-        row("conv-buffer", lambda: Net(lambda s, x: s.bn(F.conv2d(x, s.w)), w=torch.randn(8, 4, 3, 3), bn=nn.BatchNorm2d(8)), image(), "bn"),
-        row("conv-weight-computed", lambda: Net(lambda s, x: s.bn(F.conv2d(x, s.w.softmax(1) * 2)), w=parameter(8, 4, 3, 3), bn=nn.BatchNorm2d(8)), image(), "bn"),
-        row("conv-transpose", lambda: Net(lambda s, x: s.bn(F.conv_transpose2d(x, s.w, groups=2)), w=parameter(4, 3, 3, 3), bn=nn.BatchNorm2d(6)), image(), "bn"),
-        row("linear", lambda: Net(lambda s, x: s.bn(F.linear(x, s.w, s.b)), w=parameter(8, 4), b=parameter(8), bn=nn.BatchNorm1d(8)), tensor(3, 4), "bn"),
-        row("addmm", lambda: Net(lambda s, x: s.bn(torch.addmm(s.b, x, s.w, beta=0.5, alpha=2.0)), w=parameter(4, 8), b=parameter(8), bn=nn.BatchNorm1d(8)), tensor(3, 4), "bn"),
+        row(
+            "conv",
+            lambda: Net(lambda s, x: s.bn(F.conv2d(x, s.w, s.b)), w=parameter(8, 4, 3, 3), b=parameter(8), bn=bn(8)),
+            image(),
+            "bn",
+        ),
+        row(
+            "conv-bare",
+            lambda: Net(lambda s, x: s.bn(F.conv2d(x, s.w)), w=parameter(8, 4, 3, 3), bn=bn(8)),
+            image(),
+            "bn",
+        ),
+        row(
+            "conv-buffer",
+            lambda: Net(lambda s, x: s.bn(F.conv2d(x, s.w)), w=torch.randn(8, 4, 3, 3), bn=bn(8)),
+            image(),
+            "bn",
+        ),
+        row(
+            "conv-weight-computed",
+            lambda: Net(lambda s, x: s.bn(F.conv2d(x, s.w.softmax(1) * 2)), w=parameter(8, 4, 3, 3), bn=bn(8)),
+            image(),
+            "bn",
+        ),
+        row(
+            "conv-transpose",
+            lambda: Net(lambda s, x: s.bn(F.conv_transpose2d(x, s.w, groups=2)), w=parameter(4, 3, 3, 3), bn=bn(6)),
+            image(),
+            "bn",
+        ),
+        row(
+            "linear",
+            lambda: Net(
+                lambda s, x: s.bn(F.linear(x, s.w, s.b)), w=parameter(8, 4), b=parameter(8), bn=nn.BatchNorm1d(8)
+            ),
+            tensor(3, 4),
+            "bn",
+        ),
+        row(
+            "addmm",
+            lambda: Net(
+                lambda s, x: s.bn(torch.addmm(s.b, x, s.w, beta=0.5, alpha=2.0)),
+                w=parameter(4, 8),
+                b=parameter(8),
+                bn=nn.BatchNorm1d(8),
+            ),
+            tensor(3, 4),
+            "bn",
+        ),
         # A matrix product has no bias to take a shift: an addition stays, half of what was there.
-        row("matmul", lambda: Net(lambda s, x: s.bn(x @ s.w), w=parameter(4, 8), bn=nn.BatchNorm1d(8)), tensor(3, 4), "bn", left=1),
-        row("matmul-and-add", lambda: Net(lambda s, x: s.bn(x @ s.w + s.b), w=parameter(4, 8), b=parameter(8), bn=nn.BatchNorm1d(8)), tensor(3, 4), "bn"),
-        row("matmul-from-left", lambda: Net(lambda s, x: s.bn(s.w @ x), w=parameter(8, 4), bn=nn.BatchNorm1d(8)), tensor(3, 4, 5), "bn", left=1),
+        row(
+            "matmul",
+            lambda: Net(lambda s, x: s.bn(x @ s.w), w=parameter(4, 8), bn=nn.BatchNorm1d(8)),
+            tensor(3, 4),
+            "bn",
+            left=1,
+        ),
+        row(
+            "matmul-and-add",
+            lambda: Net(lambda s, x: s.bn(x @ s.w + s.b), w=parameter(4, 8), b=parameter(8), bn=nn.BatchNorm1d(8)),
+            tensor(3, 4),
+            "bn",
+        ),
+        row(
+            "matmul-from-left",
+            lambda: Net(lambda s, x: s.bn(s.w @ x), w=parameter(8, 4), bn=nn.BatchNorm1d(8)),
+            tensor(3, 4, 5),
+            "bn",
+            left=1,
+        ),
     ],
-)  # fmt: skip
+)
 def test_functional_layers(case: Case):
     """Layers that are no modules fold in the graph."""
     check(replace(case, same_class=False))
@@ -211,25 +328,35 @@ def test_functional_layers(case: Case):
 @pytest.mark.parametrize(
     "case",
     [
-        row("rows", lambda: Chain(table=nn.Embedding(10, 8, padding_idx=2), bn=nn.BatchNorm1d(8)), lambda: torch.randint(0, 10, (6,)), "bn"),
+        row(
+            "rows",
+            lambda: Chain(table=nn.Embedding(10, 8, padding_idx=2), bn=nn.BatchNorm1d(8)),
+            lambda: torch.randint(0, 10, (6,)),
+            "bn",
+        ),
         row(
             "sequences",
             lambda: Net(lambda s, i: s.bn(s.table(i).transpose(1, 2)), table=nn.Embedding(10, 8), bn=nn.BatchNorm1d(8)),
-            lambda: torch.randint(0, 10, (3, 6)), "bn",
+            lambda: torch.randint(0, 10, (3, 6)),
+            "bn",
         ),
         row(
             "tied-to-the-output",
             lambda: _tied_table(),
-            lambda: torch.randint(0, 10, (6,)), "bn", same_class=False,
+            lambda: torch.randint(0, 10, (6,)),
+            "bn",
+            same_class=False,
         ),
     ],
-)  # fmt: skip
+)
 def test_embeddings(case: Case):
     check(case)
 
 
 def _tied_table() -> nn.Module:
-    m = Net(lambda s, i: s.fc(s.bn(s.table(i)).tanh()), table=nn.Embedding(10, 8), bn=nn.BatchNorm1d(8), fc=nn.Linear(8, 10))
+    m = Net(
+        lambda s, i: s.fc(s.bn(s.table(i)).tanh()), table=nn.Embedding(10, 8), bn=nn.BatchNorm1d(8), fc=nn.Linear(8, 10)
+    )
     m.fc.weight = m.table.weight
     return m
 
@@ -251,4 +378,4 @@ def _fork(second: nn.Module) -> nn.Module:
         y = self.bn(x)
         return self.first(y).sigmoid() + self.second(y).tanh()
 
-    return Net(run, first=conv(4, 6, 1), second=second, bn=nn.BatchNorm2d(4))
+    return Net(run, first=conv(4, 6, 1), second=second, bn=bn(4))

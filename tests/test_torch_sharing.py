@@ -4,26 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import bnfold
 import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch_models import EXACT, Case, Chain, Net, check, compare, image, in_double, row, run
+from torch_models import EXACT, Case, Chain, Net, bn, check, compare, image, in_double, row, run
 from torchvision.ops import FrozenBatchNorm2d
+
+import bnfold
 
 
 def conv(inputs: int = 4, outputs: int = 4, **options) -> nn.Conv2d:
     return nn.Conv2d(inputs, outputs, 3, **options)
 
 
-def norm(channels: int = 4) -> nn.BatchNorm2d:
-    return nn.BatchNorm2d(channels)
-
-
 def two_of_each(forward: Callable, change: Callable | None = None, **options) -> nn.Module:
     """Two convolutions and two norms, wired by `forward` and tied by `change`."""
-    m = Net(forward, c1=conv(**options), c2=conv(**options), b1=norm(), b2=norm())
+    m = Net(forward, c1=conv(**options), c2=conv(**options), b1=bn(4), b2=bn(4))
     if change is not None:
         change(m)
     return m
@@ -52,38 +49,133 @@ def same_norm(m):
 @pytest.mark.parametrize(
     "case",
     [
-        row("block-twice", lambda: Net(lambda s, x: s.b(s.c(s.b(s.c(x)))), c=conv(), b=norm()), image(), "b b#2", same_class=False),
-        row("block-twice-in-a-row", lambda: (lambda c, b: nn.Sequential(c, b, nn.Tanh(), c, b))(conv(), norm()), image(), "1 1#2", same_class=False),
-        row("conv-twice", lambda: Net(lambda s, x: s.b2(s.c(s.b1(s.c(x)).tanh())), c=conv(), b1=norm(), b2=norm()), image(), "b1 b2", same_class=False),
-        row("conv-twice-one-norm", lambda: Net(lambda s, x: s.c(s.b(s.c(x)).tanh()), c=conv(), b=norm()), image(), "b", same_class=False),
-        row("norm-twice", lambda: Net(lambda s, x: s.b(s.c2(s.b(s.c1(x)).tanh())), c1=conv(), c2=conv(), b=norm()), image(), "b b#2", same_class=False),
-        row("frozen-twice", lambda: Net(lambda s, x: s.b(s.c2(s.b(s.c1(x)).tanh())), c1=conv(), c2=conv(), b=FrozenBatchNorm2d(4)), image(), "b b#2", same_class=False),
-        row("norm-three-times-one-stays", lambda: Net(lambda s, x: s.b(s.c(s.b(s.c(s.b(x).tanh())))), c=conv(), b=norm()), image(), "b#2 b#3", {"b": "model-input unsupported-op"}, same_class=False),
-        row("two-inputs", lambda: Net(lambda s, x, y: s.b(s.c(x)) - s.b(s.c(y)).tanh(), c=conv(), b=norm()), lambda: (image()(), image()()), "b b#2", same_class=False),
-        row("tied-weights", lambda: two_of_each(lambda s, x: s.b1(s.c1(x)).tanh() + s.b2(s.c2(x)).sigmoid(), tie_weights), image(), "b1 b2", same_class=False),
-        row("tied-weights-one-norm", lambda: two_of_each(lambda s, x: s.b1(s.c1(x)).tanh() + s.c2(s.b2(x)).sigmoid(), tie_weights, bias=False), image(), "b1 b2", same_class=False),
-        row("tied-biases", lambda: two_of_each(lambda s, x: s.b1(s.c1(x)).tanh() + s.b2(s.c2(x)).sigmoid(), tie_biases), image(), "b1 b2", same_class=False),
-        row("shared-storage", lambda: two_of_each(lambda s, x: s.b1(s.c1(x)).tanh() + s.b2(s.c2(x)).sigmoid(), share_storage), image(), "b1 b2"),
-        row("conv-under-two-names", lambda: two_of_each(lambda s, x: s.b2(s.c2(s.b1(x)).tanh()), same_conv), image(), "b1", {"b2": "unsupported-op model-output"}),
-        row("conv-under-two-names-both-called", lambda: two_of_each(lambda s, x: s.b2(s.c2(s.b1(s.c1(x)).tanh())), same_conv), image(), "b1 b2", same_class=False),
-        row("norm-under-two-names", lambda: two_of_each(lambda s, x: s.c2(s.b2(s.c1(x)).tanh()), same_norm), image(), "b1"),
-        row("norm-under-two-names-both-called", lambda: two_of_each(lambda s, x: s.b2(s.c2(s.b1(s.c1(x)).tanh())), same_norm), image(), "b1 b1#2", same_class=False),
+        row(
+            "block-twice",
+            lambda: Net(lambda s, x: s.b(s.c(s.b(s.c(x)))), c=conv(), b=bn(4)),
+            image(),
+            "b b#2",
+            same_class=False,
+        ),
+        row(
+            "block-twice-in-a-row",
+            lambda: (lambda c, b: nn.Sequential(c, b, nn.Tanh(), c, b))(conv(), bn(4)),
+            image(),
+            "1 1#2",
+            same_class=False,
+        ),
+        row(
+            "conv-twice",
+            lambda: Net(lambda s, x: s.b2(s.c(s.b1(s.c(x)).tanh())), c=conv(), b1=bn(4), b2=bn(4)),
+            image(),
+            "b1 b2",
+            same_class=False,
+        ),
+        row(
+            "conv-twice-one-norm",
+            lambda: Net(lambda s, x: s.c(s.b(s.c(x)).tanh()), c=conv(), b=bn(4)),
+            image(),
+            "b",
+            same_class=False,
+        ),
+        row(
+            "norm-twice",
+            lambda: Net(lambda s, x: s.b(s.c2(s.b(s.c1(x)).tanh())), c1=conv(), c2=conv(), b=bn(4)),
+            image(),
+            "b b#2",
+            same_class=False,
+        ),
+        row(
+            "frozen-twice",
+            lambda: Net(lambda s, x: s.b(s.c2(s.b(s.c1(x)).tanh())), c1=conv(), c2=conv(), b=FrozenBatchNorm2d(4)),
+            image(),
+            "b b#2",
+            same_class=False,
+        ),
+        row(
+            "norm-three-times-one-stays",
+            lambda: Net(lambda s, x: s.b(s.c(s.b(s.c(s.b(x).tanh())))), c=conv(), b=bn(4)),
+            image(),
+            "b#2 b#3",
+            {"b": "model-input unsupported-op"},
+            same_class=False,
+        ),
+        row(
+            "two-inputs",
+            lambda: Net(lambda s, x, y: s.b(s.c(x)) - s.b(s.c(y)).tanh(), c=conv(), b=bn(4)),
+            lambda: (image()(), image()()),
+            "b b#2",
+            same_class=False,
+        ),
+        row(
+            "tied-weights",
+            lambda: two_of_each(lambda s, x: s.b1(s.c1(x)).tanh() + s.b2(s.c2(x)).sigmoid(), tie_weights),
+            image(),
+            "b1 b2",
+            same_class=False,
+        ),
+        row(
+            "tied-weights-one-norm",
+            lambda: two_of_each(lambda s, x: s.b1(s.c1(x)).tanh() + s.c2(s.b2(x)).sigmoid(), tie_weights, bias=False),
+            image(),
+            "b1 b2",
+            same_class=False,
+        ),
+        row(
+            "tied-biases",
+            lambda: two_of_each(lambda s, x: s.b1(s.c1(x)).tanh() + s.b2(s.c2(x)).sigmoid(), tie_biases),
+            image(),
+            "b1 b2",
+            same_class=False,
+        ),
+        row(
+            "shared-storage",
+            lambda: two_of_each(lambda s, x: s.b1(s.c1(x)).tanh() + s.b2(s.c2(x)).sigmoid(), share_storage),
+            image(),
+            "b1 b2",
+        ),
+        row(
+            "conv-under-two-names",
+            lambda: two_of_each(lambda s, x: s.b2(s.c2(s.b1(x)).tanh()), same_conv),
+            image(),
+            "b1",
+            {"b2": "unsupported-op model-output"},
+        ),
+        row(
+            "conv-under-two-names-both-called",
+            lambda: two_of_each(lambda s, x: s.b2(s.c2(s.b1(s.c1(x)).tanh())), same_conv),
+            image(),
+            "b1 b2",
+            same_class=False,
+        ),
+        row(
+            "norm-under-two-names",
+            lambda: two_of_each(lambda s, x: s.c2(s.b2(s.c1(x)).tanh()), same_norm),
+            image(),
+            "b1",
+        ),
+        row(
+            "norm-under-two-names-both-called",
+            lambda: two_of_each(lambda s, x: s.b2(s.c2(s.b1(s.c1(x)).tanh())), same_norm),
+            image(),
+            "b1 b1#2",
+            same_class=False,
+        ),
         row("layers-listed-twice", lambda: _listed_twice(), image(), "b"),
     ],
-)  # fmt: skip
+)
 def test_modules_and_weights_used_twice(case: Case):
     check(case)
 
 
 def test_copies_are_counted():
     """The second call site gets weights of its own, as many bytes as the first has."""
-    case = Case("copies", lambda: Net(lambda s, x: s.c(s.b(s.c(x)).tanh()), c=conv(), b=norm()), image())
+    case = Case("copies", lambda: Net(lambda s, x: s.c(s.b(s.c(x)).tanh()), c=conv(), b=bn(4)), image())
     report = bnfold.fold(case.make(), case.given()).report
     assert report.bytes_added == 4 * (4 * 4 * 9 + 4)
 
 
 def _listed_twice() -> nn.Module:
-    m = Net(lambda s, x: s.features(x), c=conv(), b=norm())
+    m = Net(lambda s, x: s.features(x), c=conv(), b=bn(4))
     m.features = nn.Sequential(m.c, m.b, nn.Tanh())
     return m
 
@@ -117,13 +209,23 @@ def in_two_halves(self, x):
 @pytest.mark.parametrize(
     "case",
     [
-        row("conv-output-used-twice", lambda: Net(twice, c=conv(), b=norm()), image(), kept={"b": "multiple-consumers unsupported-op"}),
-        row("conv-output-returned", lambda: Net(returned, c=conv(), b=norm()), image(), kept={"b": "model-output model-output"}),
-        row("only-its-shape-is-read", lambda: Net(shape_only, c=conv(), b=norm()), image(), "b"),
-        row("norm-output-used-twice", lambda: Net(norm_read_twice, c=conv(), b=norm()), image(), "b"),
-        row("norm-output-used-twice-behind-a-view", lambda: Net(in_two_halves, c=conv(), b=norm()), image(), "b"),
+        row(
+            "conv-output-used-twice",
+            lambda: Net(twice, c=conv(), b=bn(4)),
+            image(),
+            kept={"b": "multiple-consumers unsupported-op"},
+        ),
+        row(
+            "conv-output-returned",
+            lambda: Net(returned, c=conv(), b=bn(4)),
+            image(),
+            kept={"b": "model-output model-output"},
+        ),
+        row("only-its-shape-is-read", lambda: Net(shape_only, c=conv(), b=bn(4)), image(), "b"),
+        row("norm-output-used-twice", lambda: Net(norm_read_twice, c=conv(), b=bn(4)), image(), "b"),
+        row("norm-output-used-twice-behind-a-view", lambda: Net(in_two_halves, c=conv(), b=bn(4)), image(), "b"),
     ],
-)  # fmt: skip
+)
 def test_values_used_twice(case: Case):
     check(case)
 
@@ -135,7 +237,7 @@ ACTIVATIONS = {  # the exporter has functional forms of the first group, and rew
     "smooth": lambda: [nn.SiLU(True), nn.ELU(inplace=True), nn.Hardswish(True), nn.Hardsigmoid(True), nn.Mish(True)],
     "thresholds": lambda: [nn.Threshold(0.1, 0.2, True), nn.RReLU(inplace=True), nn.CELU(inplace=True)],
     "dropout": lambda: [nn.Dropout(0.5, True), nn.Dropout2d(0.5, True), nn.AlphaDropout(0.5, True)],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", ACTIVATIONS)
@@ -143,7 +245,7 @@ def test_activations_in_place(kind):
     """Each between a norm that folds and the next convolution."""
 
     def build():
-        layers = [part for act in ACTIVATIONS[kind]() for part in (conv(padding=1), norm(), act)]
+        layers = [part for act in ACTIVATIONS[kind]() for part in (conv(padding=1), bn(4), act)]
         return nn.Sequential(*layers)
 
     count = len(ACTIVATIONS[kind]())
@@ -205,14 +307,24 @@ def through_dropout(self, x):
     [
         row("residual", lambda: two_of_each(residual, padding=1), image(), "b1 b2"),
         row("residual-downsampled", lambda: two_of_each(downsampled), image(), "b1 b2"),
-        row("slice-of-the-output", lambda: Net(slice_after, c=conv(), b=norm()), image(), "b"),
-        row("slice-of-the-input", lambda: Net(slice_of_the_input_before, c=conv(), b=norm(2)), image(), kept={"b": "*"}),
-        row("set-before", lambda: Net(set_before, c=conv(), b=norm()), image(), kept={"b": "unsupported-op model-output"}),
-        row("add-before", lambda: Net(add_before, c=conv(), b=norm()), image(), "b", same_class=False),
-        row("clamped", lambda: Net(clamped, c=conv(), b=norm()), image(), "b"),
-        row("dropout-returns-its-argument", lambda: Net(through_dropout, c=conv(), b=norm(), drop=nn.Dropout()), image(), "b"),
+        row("slice-of-the-output", lambda: Net(slice_after, c=conv(), b=bn(4)), image(), "b"),
+        row("slice-of-the-input", lambda: Net(slice_of_the_input_before, c=conv(), b=bn(2)), image(), kept={"b": "*"}),
+        row(
+            "set-before",
+            lambda: Net(set_before, c=conv(), b=bn(4)),
+            image(),
+            kept={"b": "unsupported-op model-output"},
+        ),
+        row("add-before", lambda: Net(add_before, c=conv(), b=bn(4)), image(), "b", same_class=False),
+        row("clamped", lambda: Net(clamped, c=conv(), b=bn(4)), image(), "b"),
+        row(
+            "dropout-returns-its-argument",
+            lambda: Net(through_dropout, c=conv(), b=bn(4), drop=nn.Dropout()),
+            image(),
+            "b",
+        ),
     ],
-)  # fmt: skip
+)
 def test_in_place_behind_a_layer(case: Case):
     check(case)
 
@@ -262,12 +374,12 @@ def users_input_overwritten(self, x):
 )
 def test_in_place_in_front_of_a_layer(forward):
     """With Identity for the norm its output would be its input, and the operation write into that: a graph is right."""
-    build = lambda: Net(forward, c=conv(), b=norm(), drop=nn.Dropout())  # noqa: E731
+    build = lambda: Net(forward, c=conv(), b=bn(4), drop=nn.Dropout())  # noqa: E731
     check(Case(forward.__name__, build, image(), ("b",), same_class=False))
 
 
 def test_a_model_that_writes_into_its_input_still_does():
-    case = Case("writes", lambda: Net(users_input_overwritten, c=conv(), b=norm()), image(), dtype=torch.float64)
+    case = Case("writes", lambda: Net(users_input_overwritten, c=conv(), b=bn(4)), image(), dtype=torch.float64)
     given = in_double(case.given())
     result = bnfold.fold(case.make().double(), given)
     assert torch.equal(given, in_double(case.given())), "the example inputs were overwritten"
@@ -282,7 +394,7 @@ class Counter(nn.Module):
 
     def __init__(self, functional: bool):
         super().__init__()
-        self.c, self.b, self.functional = conv(), norm(), functional
+        self.c, self.b, self.functional = conv(), bn(4), functional
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x):
@@ -307,13 +419,13 @@ def test_a_weight_that_changes_is_no_constant():
         self.w.add_(1.0)
         return self.b2(nn.functional.conv2d(self.b1(self.c1(x)), self.w))
 
-    build = lambda: Net(forward, c1=conv(), b1=norm(), w=torch.randn(4, 4, 3, 3), b2=norm())  # noqa: E731
+    build = lambda: Net(forward, c1=conv(), b1=bn(4), w=torch.randn(4, 4, 3, 3), b2=bn(4))  # noqa: E731
     check(Case("mutated", build, image(), ("b1",), {"b2": "dynamic-parameter model-output"}))
 
 
 def test_the_result_takes_other_weights():
     """Same class, same names: `functional_call` and `load_state_dict` work on what came back."""
-    case = Case("weights", lambda: Chain(c=conv(bias=False), b=norm(), last=conv()), image())
+    case = Case("weights", lambda: Chain(c=conv(bias=False), b=bn(4), last=conv()), image())
     folded = bnfold.fold(case.make(), case.given()).model
     assert set(folded.state_dict()) == {"c.weight", "c.bias", "last.weight", "last.bias"}
     x, twin = image()(), {k: v.clone() for k, v in folded.state_dict().items()}

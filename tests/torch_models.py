@@ -24,8 +24,16 @@ import bnfold
 torch.set_num_threads(1)
 
 EXACT = 1e-11  # of the range: float64 rounding through a few layers is 1e-15
-# Each folded weight is off by half an ulp and the sums round anew: a few ulp of the range, the more the shorter the type.
+# Each folded weight is off by half an ulp and the sums round anew: a few ulp of the range, more in a shorter type.
 LIMITS = {torch.float64: EXACT, torch.float32: 4e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+bn = nn.BatchNorm2d
+
+
+def conv(inputs: int = 4, outputs: int = 8, kernel: int = 3, **options: Any) -> nn.Conv2d:
+    """A convolution from 4 channels to 8, unless they say otherwise."""
+    return nn.Conv2d(inputs, outputs, kernel, **options)
 
 
 class Net(nn.Module):
@@ -71,6 +79,8 @@ def randomise(module: nn.Module, generator: torch.Generator) -> None:
             if name == "bias" and value.numel() > 1:
                 drawn[1] = 0.0
             value.data.copy_(drawn.clamp(max=torch.finfo(value.dtype).max))
+
+
 LUCK = 4  # how much worse than the original's own rounding, of another order of operations, that of the fold may be
 
 
@@ -165,7 +175,9 @@ def _fold_and_judge(case: Case, given: Callable[[], Any]) -> bnfold.Report:
 def check_report(case: Case, report: bnfold.Report) -> None:
     """Every norm once; those that fold and those that stay are the ones named, with these reasons."""
     assert sorted(f.norm for f in report.folded if f.norm is not None) == sorted(case.folded), report
-    found = {k.norm: "*" if case.kept.get(k.norm) == "*" else " ".join(r.reason for r in k.reasons) for k in report.kept}
+    found = {
+        k.norm: "*" if case.kept.get(k.norm) == "*" else " ".join(r.reason for r in k.reasons) for k in report.kept
+    }
     assert found == dict(case.kept), report
     assert all(k.reasons for k in report.kept)
     assert sorted(n.norm for n in report.norms) == sorted([*case.folded, *case.kept])
@@ -199,7 +211,7 @@ def compare(got: Any, want: Any, limit: float) -> None:
 def distance(got: Any, want: Any) -> float:
     """The largest distance of an element, relative to the range of its tensor."""
     pairs = zip(pytree.tree_leaves(got), pytree.tree_leaves(want), strict=True)
-    floats = [(a.double(), b.double()) for a, b in pairs if _is_float(b)]
+    floats = [(a.detach().double(), b.detach().double()) for a, b in pairs if _is_float(b)]
     return max((float((a - b).abs().max() / b.abs().max().clamp_min(1e-30)) for a, b in floats), default=0.0)
 
 

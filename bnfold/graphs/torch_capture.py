@@ -6,6 +6,7 @@ into a value that others still read.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +18,7 @@ from torch.export.graph_signature import ExportGraphSignature
 from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError, UsageError
-from .torch_trial import Inputs, agrees, first_line, first_names, outputs_of, quiet
+from .torch_trial import Inputs, agrees, first_line, first_names, first_sample, outputs_of, quiet
 from .torch_trial import eval_copy as eval_copy
 
 
@@ -40,7 +41,7 @@ def capture(module: nn.Module, inputs: Inputs, *, static: bool = False) -> Expor
             first = first or e
             continue
         _name_calls(ep, module)
-        if given is inputs or _holds_for_one(ep, module, inputs):
+        if not dynamic or _holds_for_one(ep, module, inputs):
             return ep
     assert first is not None
     _check_runs(module, inputs)
@@ -48,8 +49,12 @@ def capture(module: nn.Module, inputs: Inputs, *, static: bool = False) -> Expor
 
 
 def _holds_for_one(ep: ExportedProgram, module: nn.Module, inputs: Inputs) -> bool:
-    """Whether a program traced with a doubled batch does on a batch of 1 what the module does."""
-    return agrees(ep.module(), module, inputs)
+    """Whether a program traced with a larger batch does on a batch of one what the module does.
+
+    Running a program changes the buffers it writes to: then a copy is run.
+    """
+    trial = copy.deepcopy(ep) if ep.graph_signature.buffers_to_mutate else ep
+    return agrees(trial.module(), module, first_sample(inputs))
 
 
 def _name_calls(ep: ExportedProgram, module: nn.Module) -> None:
@@ -61,7 +66,7 @@ def _name_calls(ep: ExportedProgram, module: nn.Module) -> None:
     for node in ep.graph.nodes:
         stack: dict[str, Any] = {}
         for key, (path, cls) in (node.meta.get("nn_module_stack") or {}).items():
-            name = names.get(path, path)
+            name = names.get(str(path), str(path))
             known = calls.setdefault(name, [])
             if key not in known:
                 known.append(key)

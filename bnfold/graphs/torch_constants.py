@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx.node import map_arg
 
 from ..ops import Stored, Tensor
 from ..report import Reason, Refusal
@@ -138,7 +139,7 @@ class Constants:
             return v.double() if widen and v.is_floating_point() else v
 
         with torch.no_grad():
-            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), value)
+            args, kwargs = cast("Any", map_arg((node.args, dict(node.kwargs)), value))
             if name in _CASTS:
                 return _cast(args[0], node.meta["val"].dtype)
             return node.target(*args, **kwargs)  # type: ignore[operator]

@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
+from torch.fx.node import map_arg
 
 from ..affine import Affine
 from ..errors import UsageError
@@ -25,7 +26,8 @@ from ..report import Reason, Refusal
 from ..rounding import FloatFormat, round_product
 from .torch_capture import capture, functional, name_outputs
 from .torch_constants import from_stored
-from .torch_lift import Lifted, Modules, TorchSite, lift, op_name
+from .torch_lift import Lifted, Modules, TorchSite, lift
+from .torch_nodes import op_name
 from .torch_tree import Tree, modules_of
 from .torch_trial import as_inputs, eval_copy
 
@@ -251,7 +253,7 @@ class _Writer:
         """A new call behind a node, with the node's place in the module tree."""
         with self.graph.inserting_after(before):
             node = self.graph.call_function(target, args)
-        values = fx.node.map_arg(args, lambda n: n.meta["val"])
+        values = map_arg(args, lambda n: n.meta["val"])
         node.meta = {**before.meta, "val": target(*values)}
         return node
 
@@ -293,11 +295,9 @@ class _Writer:
         spec = self.spec_of.get(old.name) if isinstance(old, fx.Node) else None
         stored = self.state.get(spec.target) if spec is not None and spec.target is not None else None
         alone = isinstance(old, fx.Node) and len(old.users) == 1
-        if alone and stored is not None and self._untied(stored) and stored.dtype == value.dtype:
-            assert spec is not None
-            if stored.shape == value.shape:
-                self.state[spec.target] = _like(stored, value)
-                return
+        if spec is not None and stored is not None and alone and self._untied(stored) and _fits(value, stored):
+            self.state[str(spec.target)] = _like(stored, value)
+            return
         new = self._placeholder(value, self._origin(old) or f"{node.name}.{what}")
         node.args = (*node.args[:k], *[None] * (k - len(node.args)), new, *node.args[k + 1 :])
         if isinstance(old, fx.Node):
@@ -388,6 +388,10 @@ class _Writer:
             self.state.pop(str(spec.target), None)
             self.constants.pop(str(spec.target), None)
         self.graph.erase_node(node)
+
+
+def _fits(value: torch.Tensor, stored: torch.Tensor) -> bool:
+    return stored.dtype == value.dtype and stored.shape == value.shape
 
 
 def _like(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -144,6 +144,8 @@ def reduction(n: Node) -> Records:
     if _first(n).meta["val"].dtype != n.node.meta["val"].dtype:
         return n.opaque()
     axes = range(len(shape)) if dims is None or dims == [] else dims if isinstance(dims, list | tuple) else [dims]
+    if not shape:
+        return _carry(n)
     mixed = frozenset(a % len(shape) for a in axes)
     needs = {"mean": frozenset[Need](), "sum": frozenset({Need.NO_SHIFT})}.get(n.op, _MAXIMUM)
     if n.args.get("keepdim", False):
@@ -225,6 +227,8 @@ def concat(n: Node) -> Records:
     if any(n.lifter.constants.get(p) is not None for p in parts) or _mixed_types(n, parts):
         return n.opaque()
     rank = n.node.meta["val"].dim()
+    if any(p.meta["val"].dim() != rank for p in parts):
+        return n.opaque()
     return Concat(n.label, tuple(p.name for p in parts), n.name, n.args.get("dim", 0) % rank)
 
 

@@ -22,8 +22,9 @@ from ..ops import Linear, Scale
 from ..planning import Bypass, Merge, Plan, SetLinear, SetScale
 from ..rounding import round_product
 from .torch_constants import from_stored
-from .torch_lift import Lifted, Modules, TorchSite, call_of, op_name, path_of
-from .torch_trial import Inputs, agrees, eval_copy, first_names
+from .torch_lift import Lifted, Modules, TorchSite
+from .torch_nodes import call_of, op_name, path_of
+from .torch_trial import Inputs, agrees, eval_copy, first_names, first_sample
 
 _PROBE_TOLERANCE = 1e-9  # of the range, between two float64 evaluations of one layer
 
@@ -213,8 +214,11 @@ class Tree:
         return bool(((want - got).abs() <= _PROBE_TOLERANCE * (1e-30 + want.abs().max())).all())
 
     def holds(self, plan: Plan, inputs: Inputs) -> bool:
-        """Whether the edited module runs as before: Python may do what neither graph nor tree shows."""
-        return agrees(self.apply(plan, eval_copy(self.module, share_parameters=True)), self.module, inputs)
+        """Whether the edited module runs as before, on a batch of one too: Python may do what no graph shows."""
+        for given in (inputs, first_sample(inputs)):
+            if not agrees(self.apply(plan, eval_copy(self.module, share_parameters=True)), self.module, given):
+                return False
+        return True
 
     # ------------------------------------------------------------------ writing
 

@@ -62,9 +62,15 @@ def as_inputs(example_inputs: Any) -> Inputs:
     return (example_inputs,), {}
 
 
+def first_sample(inputs: Inputs) -> Inputs:
+    """The inputs cut to a batch of one: what is free in the graph may be a branch in Python."""
+    return pytree.tree_map(lambda t: t[:1] if isinstance(t, torch.Tensor) and t.dim() > 0 else t, inputs)
+
+
 def _check_materialised(module: nn.Module) -> None:
     for name, m in module.named_modules():
-        if isinstance(m, LazyModuleMixin) and any(is_lazy(p) for p in (*m._parameters.values(), *m._buffers.values())):
+        tensors = (*m._parameters.values(), *m._buffers.values())
+        if isinstance(m, LazyModuleMixin) and any(t is not None and is_lazy(t) for t in tensors):
             kind = type(m).__name__
             raise UsageError(f"{name or kind} ({kind}) has no weights yet: run a batch through it first")
 

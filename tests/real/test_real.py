@@ -12,10 +12,11 @@ import sys
 import types
 from pathlib import Path
 
-import bnfold
 import onnx
 import pytest
 import torch
+
+import bnfold
 
 pytestmark = pytest.mark.real
 ULTRA_LIGHT = "Linzaer+Ultra-Light-Fast-Generic-Face-Detector-1MB"
