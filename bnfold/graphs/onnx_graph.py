@@ -9,12 +9,13 @@ from collections.abc import Mapping
 
 from onnx import ModelProto
 
-from ..ops import Linear, Program, Scale
-from ..planning import Bypass, Merge, Plan, SetLinear, SetScale
+from ..ops import Program
+from ..planning import Plan
 from ..report import Refusal
 from .onnx_lift import Lifted, lift
 from .onnx_scopes import read_scopes
 from .onnx_writer import Writer
+from .sites import carry_out
 
 
 class OnnxGraph:
@@ -37,21 +38,7 @@ class OnnxGraph:
     def apply(self, plan: Plan) -> tuple[ModelProto, int]:
         """The edited model, and the bytes added by weights whose original other nodes still need."""
         writer = Writer(self._model, self._lifted, self._listed)
-        for edit in plan.edits:
-            record, site = self._lifted.program.records[edit.site], self._lifted.sites[edit.site]
-            match edit:
-                case SetLinear():
-                    assert isinstance(record, Linear)
-                    writer.set_linear(record, site, edit.new.weight, edit.new.bias, edit.new.bias_format)
-                case SetScale():
-                    assert isinstance(record, Scale)
-                    writer.set_scale(record, site, edit.map)
-                case Bypass():
-                    assert isinstance(record, Scale)
-                    writer.bypass(record, site, edit.direction)
-                case Merge():
-                    sites = self._lifted.sites
-                    writer.merge(sites[edit.base], site, [sites[d] for d in edit.dropped])
+        carry_out(plan, self._lifted.program, self._lifted.sites, writer)
         return self._model, writer.finish()
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, assert_never
 
 import numpy as np
 
 from ..affine import Affine
-from ..ops import Kind, Linear, Record, Scale, Tensor, inputs_of
+from ..ops import Kind, Linear, Program, Record, Scale, Stored, Tensor, inputs_of
+from ..planning import Bypass, Merge, Plan, SetLinear, SetScale
+from ..rounding import FloatFormat
 
 S = TypeVar("S")
 N = TypeVar("N")
@@ -41,6 +44,48 @@ class Site(Generic[S, N]):
     weight: int = 1
     bias: int | None = None
     constant: ConstantLike | None = None
+
+
+class Writer(Protocol[S, N]):
+    """What carries out the engine's edits in a native graph."""
+
+    def set_linear(
+        self, record: Linear, site: Site[S, N], weight: Stored | None, bias: Stored | None, fmt: FloatFormat
+    ) -> None:
+        """Give a linear layer its new parameters."""
+        ...
+
+    def set_scale(self, record: Scale, site: Site[S, N], m: Affine) -> None:
+        """Let a norm, or arithmetic with a constant, compute another map."""
+        ...
+
+    def bypass(self, record: Scale, site: Site[S, N], direction: str) -> None:
+        """Take a scale out."""
+        ...
+
+    def merge(self, base: Site[S, N], total: Site[S, N], dropped: Iterable[Site[S, N]]) -> None:
+        """Let a layer stand for a sum; its other summands go."""
+        ...
+
+
+def carry_out(plan: Plan, program: Program, sites: Sequence[Site[S, N]], writer: Writer[S, N]) -> None:
+    """Hand each edit of the plan to the writer."""
+    for edit in plan.edits:
+        record, site = program.records[edit.site], sites[edit.site]
+        match edit:
+            case SetLinear():
+                assert isinstance(record, Linear)
+                writer.set_linear(record, site, edit.new.weight, edit.new.bias, edit.new.bias_format)
+            case SetScale():
+                assert isinstance(record, Scale)
+                writer.set_scale(record, site, edit.map)
+            case Bypass():
+                assert isinstance(record, Scale)
+                writer.bypass(record, site, edit.direction)
+            case Merge():
+                writer.merge(sites[edit.base], site, [sites[d] for d in edit.dropped])
+            case _:
+                assert_never(edit)
 
 
 Records = list[Record]
