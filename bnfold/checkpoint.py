@@ -84,7 +84,7 @@ def load_detailed(
 ) -> Loaded:
     """As `load`, with the kind of the file and notes for the report."""
     path = Path(path)
-    kind = _recognise(path)
+    kind = recognise(path)
     if kind in ("onnx", "exported-program"):
         model = _read_onnx(path) if kind == "onnx" else read_program(path, trust_pickle)
         if factory is not None:
@@ -111,7 +111,7 @@ def load_detailed(
 # --- what the file is
 
 
-def _recognise(path: Path) -> str:
+def recognise(path: Path) -> str:
     """One of "torch", "safetensors", "exported-program", and "onnx" when there is no sign of anything else."""
     try:
         if path.is_dir():

@@ -198,8 +198,14 @@ class _Driver:
     def _commit(self, index: int, scale: Scale, direction: str, move: _Move) -> None:
         for a in move.absorbed:
             self._absorb(*a, index)
-        before, after = self.operands[index][0], scale.output
+        before = self.operands[index][0]
         self.users[before] = [u for u in self.users[before] if u[0] != index]
+        self._stand_in(before, scale.output)
+        self.folds[index] = (direction, move)
+        self.refusals.pop(index, None)
+
+    def _stand_in(self, before: str, after: str) -> None:
+        """Let what reads `after`, which is computed no more, read `before`; whoever else knew it now means `before`."""
         for user, k in self.users.get(after, []):
             self.operands[user][k] = before
         self.users[before] += self.users.pop(after, [])
@@ -207,8 +213,6 @@ class _Driver:
             self.outputs[before] = self.outputs[after]
         if after in self.pinned:
             self.pinned[before] = self.pinned[after]
-        self.folds[index] = (direction, move)
-        self.refusals.pop(index, None)
 
     def _absorb(self, site: int, m: Affine, direction: str, scale: int) -> None:
         record = self.records[site]
@@ -307,7 +311,8 @@ class _Driver:
         """Merge what is only added: one pass over the sums; whether any merge was made."""
         before = len(self.merges)
         for i, r in enumerate(self.records):
-            if isinstance(r, Sum) and not {i} & {*self.merges, *self.refused} and (i, i) not in self.barred:
+            done = i in self.merges or i in self.refused or (i, i) in self.barred
+            if isinstance(r, Sum) and not done:
                 self._merge(i, r)
         return len(self.merges) > before
 
@@ -358,7 +363,7 @@ class _Driver:
         return composed(own, pending.pre, pending.post)
 
     def _commit_merge(self, index: int, record: Sum, base: int, branches: list[Branch], dropped: list[int]) -> None:
-        x, before, after = self.operands[base][0], self._layer(base).output, record.output
+        x, before = self.operands[base][0], self._layer(base).output
         pending = self.linears.setdefault(base, _Pending())
         for d in dropped:
             taken = self.linears.pop(d, None) or self.scales.get(d, _Pending())
@@ -371,13 +376,8 @@ class _Driver:
         pending.stages = [(index, None, None)]
         gone = {index, *dropped}
         self.users[x] = [u for u in self.users[x] if u[0] not in gone]
-        for user, k in self.users.get(after, []):
-            self.operands[user][k] = before
-        self.users[before] = self.users.pop(after, [])
-        if after in self.outputs:
-            self.outputs[before] = self.outputs[after]
-        if after in self.pinned:
-            self.pinned[before] = self.pinned[after]
+        self.users[before] = []
+        self._stand_in(before, record.output)
         self.merges[index] = Merge(index, base, tuple(dropped))
 
     # ------------------------------------------------------------------ results

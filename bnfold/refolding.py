@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import load_detailed
+from .checkpoint import load_detailed, recognise
 from .errors import UsageError
 from .exporter import export, judged
 from .files import check_output, default_output, staged
-from .graphs.port import is_onnx
 from .report import FileInfo, Report
 from .transform import fold
 
@@ -50,8 +49,8 @@ def fold_file(
     }
     if target.suffix.lower() != ".pt2":
         check_output(target, source, force=force, in_place=in_place)
-        loaded = load_detailed(source, trust_pickle=trust_pickle)
-        if not is_onnx(loaded.model):
+        if recognise(source) != "onnx":
+            load_detailed(source, trust_pickle=trust_pickle)  # what is wrong with the file itself comes first
             raise UsageError(f"{source} is no ONNX file: `bnfold export` turns it into one")
         return export(
             source, target, freeze_initializers=freeze_initializers, respect_inputs=respect_inputs, force=force,

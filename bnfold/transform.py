@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from .errors import BrokenStatisticsError
-from .folding import Plan, Selection, make_plan
+from .folding import make_plan
 from .graphs.port import Graph, open_graph
+from .planning import Plan, Selection
 from .report import Folded, Refusal, Report
 
 

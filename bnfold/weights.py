@@ -21,8 +21,6 @@ from .ops import Linear, Stored
 from .report import Reason, Refusal
 from .rounding import Accumulator, FloatFormat, round_product
 
-Vectors = tuple[Array, Array]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NewWeights:
