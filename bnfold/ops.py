@@ -7,9 +7,11 @@ program; a record's `node` is the name a person knows it by.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,21 +31,66 @@ class Need(Enum):
     NO_SHIFT = auto()  # shift == 0
 
 
+class Draft(Protocol):
+    """Where the rows of a new weight go as they are computed, in any order; rows may be put again.
+
+    So a weight need not be held whole: whoever lends the old one decides where the new one is kept.
+    """
+
+    def put(self, start: int, rows: Stored) -> None:
+        """Keep rows `start` and on of the new weight, as stored."""
+        ...
+
+    def values(self) -> Stored:
+        """The whole new weight, as stored: an array, or the mapping of a file (numpy.memmap)."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """A draft in memory."""
+
+    array: Stored
+
+    def put(self, start: int, rows: Stored) -> None:
+        """Keep rows in memory."""
+        self.array[start : start + len(rows)] = rows
+
+    def values(self) -> Stored:
+        """The array itself."""
+        return self.array
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Tensor:
     """A constant in the graph, read only when it is needed.
 
-    `read` returns the values as stored (bfloat16 as uint16 bit patterns, see FloatFormat); `shape` is theirs.
+    `read` returns the values as stored (bfloat16 as uint16 bit patterns, see FloatFormat); `shape` is theirs. What
+    lies in a file can be read in part: `read_rows` returns rows `start` to `stop` of the first dimension. `draft` makes
+    room for as many new values; without it they are kept in memory.
     """
 
     name: str
     shape: tuple[int, ...]
     format: FloatFormat
     read: Callable[[], Stored]
+    read_rows: Callable[[int, int], Stored] | None = None
+    draft: Callable[[], Draft] | None = None
 
     def values(self) -> NDArray[np.float64]:
         """The values, exactly, in float64."""
         return self.format.unpack(self.read())
+
+    def rows(self) -> Callable[[int, int], Stored]:
+        """What returns rows as stored, from `start` to `stop`; without `read_rows`, all of them are read here."""
+        if self.read_rows is not None:
+            return self.read_rows
+        whole = self.read()
+        return lambda start, stop: whole[start:stop]
+
+    def redrafted(self) -> Draft:
+        """Room for a new value of the same shape and format."""
+        return self.draft() if self.draft is not None else Held(np.empty(self.shape, self.format.stored_type))
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +277,28 @@ def inputs_of(record: Record) -> tuple[str, ...]:
 def outputs_of(record: Record) -> tuple[str, ...]:
     """The values a record produces."""
     return record.outputs if isinstance(record, Take | Opaque) else (record.output,)
+
+
+def within(record: Record, path: str) -> Record:
+    """The record as a part of a larger program: its node and its values are named under the path."""
+
+    def under(name: str) -> str:
+        return f"{path}.{name}"
+
+    changes: dict[str, object] = {"node": under(record.node)}
+    if isinstance(record, Concat | Sum | Product | Opaque):
+        changes["inputs"] = tuple(map(under, record.inputs))
+    else:
+        changes["input"] = under(record.input)
+    if isinstance(record, Take | Opaque):
+        changes["outputs"] = tuple(map(under, record.outputs))
+    else:
+        changes["output"] = under(record.output)
+    if isinstance(record, Scale | Opaque) and record.module is not None:
+        changes["module"] = under(record.module)
+    if isinstance(record, Opaque) and record.why is not None:
+        changes["why"] = dataclasses.replace(record.why, at=under(record.why.at))
+    return dataclasses.replace(record, **changes)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -49,6 +50,14 @@ class Merge:
 Edit = SetLinear | SetScale | Bypass | Merge
 
 
+def _moved(edit: Edit, by: int) -> Edit:
+    """The edit in a program whose sites are numbered otherwise."""
+    site = edit.site + by
+    if isinstance(edit, Merge):
+        return Merge(site, edit.base + by, tuple(d + by for d in edit.dropped))
+    return dataclasses.replace(edit, site=site)
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Edits in the order of their sites, the report that describes them, and which scales went into which site."""
@@ -56,6 +65,13 @@ class Plan:
     edits: tuple[Edit, ...]
     report: Report
     taken: Mapping[int, tuple[int, ...]]
+
+    def part(self, first: int, count: int) -> Plan:
+        """The edits at `count` sites from `first` on, for a program that consists of those."""
+        inside = range(first, first + count)
+        edits = tuple(_moved(e, -first) for e in self.edits if e.site in inside)
+        taken = {k - first: tuple(s - first for s in v) for k, v in self.taken.items() if k in inside}
+        return Plan(edits, self.report, taken)
 
     def contributors(self, site: int) -> tuple[int, ...]:
         """The scales whose maps the site took in, directly or through a scale that moved on."""

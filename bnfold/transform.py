@@ -30,7 +30,9 @@ def fold(
     Args:
         model: An onnx.ModelProto, a path to one, an nn.Module (fx GraphModule included) or an ExportedProgram.
         example_inputs: For a module: a tuple of positional inputs (or one tensor, or a dict of keywords), as
-            `torch.export` takes them. Batch 2 or more keeps the batch dimension free; a batch of 1 is doubled.
+            `torch.export` takes them. Batch 2 or more keeps the batch dimension free; a batch of 1 is doubled. Without
+            them, inputs are inferred; where none fits, the module's fx trace is folded as far as that goes without
+            shapes.
         only: Shell-style name patterns; other norms are kept with reason `excluded`.
         skip: Patterns of norms to keep.
         merge: Whether parallel branches may become one convolution.
@@ -46,7 +48,9 @@ def fold(
     Raises:
         BrokenStatisticsError: a norm has NaN or infinite statistics, or variance + epsilon is not positive.
         UsageError: a pattern matches nothing, example inputs are missing or do not fit, or the kind is unknown.
-        CaptureError: torch.export cannot turn the module into a graph.
+
+    A module that torch.export cannot capture is folded inside the children that can be; norms outside them are kept
+    with reason `not-captured` and the exporter's first line.
     """
     graph = open_graph(
         model, example_inputs, freeze_initializers=freeze_initializers, respect_inputs=respect_inputs,

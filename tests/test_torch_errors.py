@@ -10,7 +10,7 @@ from torch import nn
 from torch_models import Chain, Net, bn, conv, image, snapshot
 
 import bnfold
-from bnfold.errors import CaptureError, UsageError
+from bnfold.errors import UsageError
 
 
 def block() -> nn.Module:
@@ -84,30 +84,6 @@ def test_torchscript():
     with pytest.raises(UsageError, match=r"TorchScript.*pass the nn.Module it was made from") as caught:
         bnfold.fold(script, image()())
     said_of(caught)
-
-
-def positive(self, x):
-    y = self.bn(self.conv(x))
-    return y if y.sum() > 0 else -y
-
-
-def as_many_as_it_says(self, x):
-    return self.bn(self.conv(x))[: int(x.sum())]
-
-
-def through_numpy(self, x):
-    return self.bn(self.conv(torch.from_numpy(x.numpy() * 2)))
-
-
-@pytest.mark.parametrize("forward", [positive, as_many_as_it_says, through_numpy], ids=lambda f: f.__name__)
-def test_control_flow_that_depends_on_data(forward):
-    """The exporter's first line says where it stopped."""
-    module, x = Net(forward, conv=conv(), bn=bn(8)).eval(), image()()
-    before = snapshot(module)
-    with pytest.raises(CaptureError, match=r"torch.export cannot capture Net: \w+") as caught:
-        bnfold.fold(module, x)
-    said_of(caught)
-    assert snapshot(module) == before
 
 
 def test_patterns_that_match_nothing():

@@ -306,7 +306,7 @@ def through_dropout(self, x):
     "case",
     [
         row("residual", lambda: two_of_each(residual, padding=1), image(), "b1 b2"),
-        row("residual-downsampled", lambda: two_of_each(downsampled), image(), "b1 b2"),
+        row("residual-downsampled", lambda: two_of_each(downsampled), image(), "b1 b2", same_class=False),
         row("slice-of-the-output", lambda: Net(slice_after, c=conv(), b=bn(4)), image(), "b"),
         row("slice-of-the-input", lambda: Net(slice_of_the_input_before, c=conv(), b=bn(2)), image(), kept={"b": "*"}),
         row(

@@ -62,7 +62,7 @@ def open_graph(
             f"cannot fold a {type(model).__name__}: expected an nn.Module, an ExportedProgram, an onnx.ModelProto "
             "or a path to an .onnx file"
         )
-    from .torch_graph import open_torch
+    from .torch_open import open_torch
 
     return open_torch(model, example_inputs, keep_class=keep_class)
 

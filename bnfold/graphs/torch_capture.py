@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import io
 from collections.abc import Mapping
+from contextlib import redirect_stderr
 from typing import Any
 
 import torch
@@ -34,7 +36,7 @@ def capture(module: nn.Module, inputs: Inputs, *, static: bool = False) -> Expor
     for given, dynamic in attempts:
         try:
             shapes = _free_batch(module, given) if dynamic else None
-            with quiet(), torch.no_grad():
+            with quiet(), redirect_stderr(io.StringIO()), torch.no_grad():  # it prints the program where it fails
                 ep = functional(torch.export.export(module, *given, dynamic_shapes=shapes))
             ep.graph.eliminate_dead_code()  # sizes the exporter asked for and did not need
         except Exception as e:
@@ -113,25 +115,31 @@ def functional(ep: ExportedProgram) -> ExportedProgram:
 
     Nodes that were in place are marked so in their meta; where the exporter had to rewrite the program, all are.
     """
-    order = {n: i for i, n in enumerate(ep.graph.nodes)}
-    mutating = [n for n in ep.graph.nodes if _mutates(n)]
-    if not mutating:
+    if not any(map(_mutates, ep.graph.nodes)):
         return ep
-    for node in mutating:
+    if not make_functional(ep.graph):
+        with quiet():
+            ep = ep.run_decompositions({})
+        for n in ep.graph.nodes:
+            n.meta["was_in_place"] = True
+        return ep
+    name_outputs(ep.graph, ep.graph_signature)
+    ep.graph_module.recompile()
+    return ep
+
+
+def make_functional(graph: fx.Graph) -> bool:
+    """Let each in-place operation return its result instead; False where one writes into what others may hold."""
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    for node in [n for n in graph.nodes if _mutates(n)]:
         twin = _functional_twin(node)
         if twin is None or not _owned(node, order):
-            with quiet():
-                ep = ep.run_decompositions({})
-            for n in ep.graph.nodes:
-                n.meta["was_in_place"] = True
-            return ep
+            return False
         node.target = twin
         node.meta["was_in_place"] = True
         for user in [u for u in node.args[0].users if order[u] > order[node]]:
             user.replace_input_with(node.args[0], node)
-    name_outputs(ep.graph, ep.graph_signature)
-    ep.graph_module.recompile()
-    return ep
+    return True
 
 
 def name_outputs(graph: fx.Graph, signature: ExportGraphSignature) -> None:

@@ -13,13 +13,14 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import fx
-from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.node import map_arg
 
+from ..norms import RUNNING_DEVIATION
 from ..ops import Stored, Tensor
 from ..report import Reason, Refusal
 from ..rounding import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, FloatFormat, round_product
+from .torch_nodes import ProgramLike
 
 FORMAT_OF: dict[torch.dtype, FloatFormat] = {
     torch.float32: FLOAT32,
@@ -36,7 +37,10 @@ _ROOTS = {"rsqrt", "sqrt", "pow"}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Constant:
-    """A value known before the model runs, in the graph's own dtype or, where it was computed, in float64."""
+    """A value known before the model runs, in the graph's own dtype or, where it was computed, in float64.
+
+    `rooted`: a square root went into it, the mark of running statistics spelled as arithmetic.
+    """
 
     name: str
     dtype: torch.dtype
@@ -83,7 +87,7 @@ def from_stored(values: Stored, fmt: FloatFormat) -> torch.Tensor:
 class Constants:
     """Looks fx nodes up; remembers what it computed."""
 
-    def __init__(self, ep: ExportedProgram):
+    def __init__(self, ep: ProgramLike):
         self._known: dict[fx.Node, Constant | None] = {}
         changed = {s.target for s in ep.graph_signature.output_specs
                    if s.kind in (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION)}  # fmt: skip
@@ -146,7 +150,8 @@ class Constants:
 
 
 def _given(name: str, value: torch.Tensor) -> Constant:
-    return Constant(name, value.dtype, tuple(value.shape), lambda: value.detach())
+    rooted = name.rpartition(".")[2] == RUNNING_DEVIATION
+    return Constant(name, value.dtype, tuple(value.shape), lambda: value.detach(), rooted)
 
 
 def _once(compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:

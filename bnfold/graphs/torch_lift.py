@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from ..affine import Shape
@@ -23,6 +22,8 @@ from .torch_nodes import (
     SHAPE_OF_SECOND,
     SHAPE_READERS,
     TUPLED,
+    UNKNOWN,
+    ProgramLike,
     arguments_of,
     holds_tensors,
     op_name,
@@ -109,14 +110,14 @@ class Node:
         return self.opaque(self.lifter.constants.why_not(self.args[key], self.label, what), norm)
 
 
-def lift(ep: ExportedProgram, modules: Modules) -> Lifted:
+def lift(ep: ProgramLike, modules: Modules) -> Lifted:
     """Describe the program. Norms of the tree that it never calls are listed as `not-executed`."""
     return _Lifter(ep, modules, Constants(ep)).lift()
 
 
 @dataclass(slots=True, eq=False)
 class _Lifter:
-    ep: ExportedProgram
+    ep: ProgramLike
     modules: Modules
     constants: Constants
     broken: list[str] = field(default_factory=list)
@@ -206,10 +207,14 @@ class _Lifter:
                 return []  # lifted with its tuple
             return [(Opaque(node.name, (source.name,), (node.name,), op), Site(None, (node,)))]  # type: ignore[union-attr]
         n = Node(node, op, arguments_of(node), self)
-        rule = LIFT.get(op) if holds_tensors(node) else None
-        found = rule(n) if rule is not None else n.opaque()
+        rule = LIFT.get(op)
+        if "val" not in node.meta or UNKNOWN in node.meta:
+            why = Refusal(Reason.UNKNOWN_SHAPE, n.label, "the shape of its result is not known without example inputs")
+            found = n.opaque(why, norm=op in NORM_OPS)
+        else:
+            found = rule(n) if rule is not None and holds_tensors(node) else n.opaque()
         records = found if isinstance(found, list) else [found]
-        if not inputs_of(records[0]) and not holds_tensors(node):
+        if not inputs_of(records[0]) and "val" in node.meta and not holds_tensors(node):
             return []  # arithmetic on sizes
         if not isinstance(records[-1], Opaque) and node.name not in outputs_of(records[-1]):
             self.itemized.add(node)

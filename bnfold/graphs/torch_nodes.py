@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
+from torch.export.graph_signature import ExportGraphSignature
 
 from ..affine import Shape
+
+
+class ProgramLike(Protocol):
+    """What is read of an exported program, or of a trace that is lowered to look like one."""
+
+    @property
+    def graph(self) -> fx.Graph: ...  # noqa: D102
+    @property
+    def graph_module(self) -> Any: ...  # noqa: D102
+    @property
+    def graph_signature(self) -> ExportGraphSignature: ...  # noqa: D102
+    @property
+    def state_dict(self) -> dict[str, Any]: ...  # noqa: D102
+    @property
+    def constants(self) -> dict[str, Any]: ...  # noqa: D102
+
 
 TUPLED = {"_native_batch_norm_legit_no_training", "native_batch_norm", "_native_batch_norm_legit",
           "_native_batch_norm_legit_functional", "_batch_norm_with_update", "_batch_norm_with_update_functional",
           "_batch_norm_no_update", "cudnn_batch_norm", "miopen_batch_norm"}  # fmt: skip
+UNKNOWN = "unknown"  # in a node's meta: a call that could not be run for want of shapes
 NORM_OPS = {"batch_norm", "instance_norm", *TUPLED}
 SHAPE_READERS = {"sym_size", "sym_numel", "sym_stride", "sym_storage_offset", "sym_is_contiguous",
                  "_assert_tensor_metadata", "zeros_like", "ones_like", "full_like", "empty_like", "rand_like",

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx, nn
-from torch.export import ExportedProgram
 from torch.nn.modules.batchnorm import _NormBase
 
 from ..affine import Affine
@@ -23,7 +22,7 @@ from ..planning import Bypass, Merge, Plan, SetLinear, SetScale
 from ..rounding import round_product
 from .torch_constants import from_stored
 from .torch_lift import Lifted, Modules, TorchSite
-from .torch_nodes import call_of, op_name, path_of
+from .torch_nodes import ProgramLike, call_of, op_name, path_of
 from .torch_trial import Inputs, agrees, eval_copy, first_names, first_sample
 
 _PROBE_TOLERANCE = 1e-9  # of the range, between two float64 evaluations of one layer
@@ -51,7 +50,7 @@ class _Unsaid:
 class Tree:
     """A private copy of the module, its exported program and what was lifted from it."""
 
-    def __init__(self, module: nn.Module, ep: ExportedProgram, lifted: Lifted):
+    def __init__(self, module: nn.Module, ep: ProgramLike, lifted: Lifted):
         self.module, self.ep, self.lifted = module, ep, lifted
         self.modules = dict(module.named_modules(remove_duplicate=False))
         names = first_names(module)
@@ -151,7 +150,7 @@ class Tree:
         module = self.modules.get(record.node)
         names = ("weight", "bias", "running_mean", "running_var")  # operands 1 to 4 of every op that is a norm
         operands = site.nodes[0].args[1:5]
-        mine = all(
+        mine = len(operands) == len(names) and all(
             isinstance(node, fx.Node)
             and self.targets.get(node.name) == f"{record.node}.{name}"
             and len(node.users) == 1

@@ -90,20 +90,24 @@ class Writer:
 
     def merge(self, base: TorchSite, total: TorchSite, dropped: Iterable[TorchSite]) -> None:
         """Let the base layer stand for the sum: the sum and its other summands go."""
-        node, gone = total.nodes[0], [n for site in dropped for n in reversed(site.nodes)]
+        node, gone = total.nodes[0], [n for site in dropped for n in self._chain(site)]
         node.replace_all_uses_with(base.nodes[-1])
         for n in (node, *gone):
             self.released += [i for i in n.all_input_nodes if i not in gone]
             self.graph.erase_node(n)
 
     def _replace(self, record: Scale, site: TorchSite, value: fx.Node) -> None:
-        last = self._last_of(site.nodes[-1])
-        last.replace_all_uses_with(value)
-        chain = [last, *[n for n in reversed(site.nodes) if n is not last]]
+        chain = self._chain(site)
+        chain[0].replace_all_uses_with(value)
         for node in chain:
             self.released += [n for n in node.all_input_nodes if n is not value]
             self.graph.erase_node(node)
         self.released = [n for n in self.released if n not in chain]
+
+    def _chain(self, site: TorchSite) -> list[fx.Node]:
+        """The site's nodes from the last, which holds its result, to the first."""
+        last = self._last_of(site.nodes[-1])
+        return [last, *[n for n in reversed(site.nodes) if n is not last]]
 
     @staticmethod
     def _last_of(node: fx.Node) -> fx.Node:
