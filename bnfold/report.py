@@ -136,8 +136,8 @@ REASONS: dict[Reason, Doc] = {
         "See the exporter's message; data-dependent control flow is the usual cause.",
     ),
     Reason.NOT_EXPRESSIBLE: Doc(
-        "The fold cannot be written into the module tree, and the module's class was to be kept.",
-        "Leave out keep_class=True: a graph edit can fold it.",
+        "The fold cannot be written into the module tree, and no graph of the whole module is at hand or wanted.",
+        "Leave out keep_class=True, or give example inputs: a graph edit can fold it.",
     ),
     Reason.EXCLUDED: Doc("The norm was excluded by --only or --skip.", "Change the pattern."),
     Reason.HOOKED: Doc(

@@ -134,7 +134,7 @@ TRACED = {
     "a-norm-called-twice": (
         lambda: Net(lambda s, x, y: s.bn(s.conv(x)) + s.bn(s.conv(y)), conv=same(), bn=bn(4)),
         [],
-        {"bn": "not-expressible", "bn#2": "not-expressible"},
+        {"bn": "shared-weight", "bn#2": "shared-weight"},
     ),
     "a-hook-that-scales": (
         lambda: hooked(Net(after_both, a=block(), b=block())),
@@ -349,6 +349,38 @@ def test_broken_statistics_go_by_full_names():
     module.body.bn.running_var[3] = float("nan")
     with pytest.raises(bnfold.BnfoldError, match=r"body\.bn: variance\[3\] = nan"):
         bnfold.fold(module, image()().double())
+
+
+def in_regions(self, x):
+    y = self.conv(x)
+    with torch.enable_grad():
+        z = self.bn(y)
+        with torch.autocast("cpu", enabled=False):
+            return z.relu(), self.other(x)
+
+
+def under_autocast(self, x):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return self.bn(self.conv(x))
+
+
+@pytest.mark.parametrize("exported", [False, True], ids=["module", "program"])
+def test_regions_without_effect_in_inference(exported):
+    module, x = double(Net(in_regions, conv=conv(), bn=bn(8), other=conv())), image()().double()
+    with torch.no_grad():
+        want = module(x)
+    result = bnfold.fold(torch.export.export(module, (x,))) if exported else bnfold.fold(module, x)
+    assert folded(result.report) == ["bn"]
+    compare(run(result.model.module() if exported else result.model, x), want, EXACT)
+
+
+def test_a_region_in_another_type_is_not_entered():
+    module, x = Net(under_autocast, conv=conv(), bn=bn(8)).eval(), image()()
+    result = bnfold.fold(module, x)
+    (kept,) = result.report.kept
+    assert kept.reasons[0].reason == "not-captured"
+    assert kept.reasons[0].detail == "it stands in a nested graph"
+    assert torch.equal(result.model(x), module(x))
 
 
 def test_detection_network():

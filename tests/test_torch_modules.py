@@ -316,7 +316,7 @@ KEEP = {"keep_class": True}
             ),
             image(),
             "b2",
-            {"bn": "not-expressible", "bn#2": "not-expressible"},
+            {"bn": "shared-weight", "bn#2": "shared-weight"},
         ),
         row(
             "functional-layer",

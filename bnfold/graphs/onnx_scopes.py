@@ -215,9 +215,18 @@ def _declared(values: Iterable[onnx.ValueInfoProto]) -> dict[str, TypeInfo]:
         if info.type.HasField("tensor_type"):
             t = info.type.tensor_type
             shape = tuple(_dim(d) for d in t.shape.dim) if t.HasField("shape") else None
-            if shape is not None or info.name not in found:
-                found[info.name] = TypeInfo(t.elem_type, shape)
+            known = found.get(info.name)
+            if shape is not None or known is None:
+                found[info.name] = TypeInfo(t.elem_type, _filled(shape, known.shape if known else None))
     return found
+
+
+def _filled(shape: Shape | None, claimed: Shape | None) -> Shape | None:
+    """The shape, with the sizes claimed elsewhere for dims that inference only made names up for."""
+    if shape is None or claimed is None or len(shape) != len(claimed):
+        return shape
+    made_up = (d is None or (isinstance(d, str) and d.startswith("unk__")) for d in shape)
+    return tuple(c if unsure and c is not None else d for d, c, unsure in zip(shape, claimed, made_up, strict=True))
 
 
 def _dim(d: onnx.TensorShapeProto.Dimension) -> Dim:

@@ -37,7 +37,7 @@ def capture(module: nn.Module, inputs: Inputs, *, static: bool = False) -> Expor
         try:
             shapes = _free_batch(module, given) if dynamic else None
             with quiet(), redirect_stderr(io.StringIO()), torch.no_grad():  # it prints the program where it fails
-                ep = functional(torch.export.export(module, *given, dynamic_shapes=shapes))
+                ep = functional(without_regions(torch.export.export(module, *given, dynamic_shapes=shapes)))
             ep.graph.eliminate_dead_code()  # sizes the exporter asked for and did not need
         except Exception as e:
             first = first or e
@@ -107,7 +107,51 @@ def _free_batch(module: nn.Module, inputs: Inputs) -> Any:
     )
 
 
-# ---------------------------------------------------------------------- mutation
+# ---------------------------------------------------------------------- regions and mutation
+
+
+def without_regions(ep: ExportedProgram) -> ExportedProgram:
+    """The program with regions under another gradient mode, or without autocast, put in line; edits its graph.
+
+    Inference does not ask for the first, and the second is what a program is captured under anyway.
+    """
+    _put_in_line(ep.graph_module)
+    ep.graph_module.recompile()
+    return ep
+
+
+def _put_in_line(module: fx.GraphModule) -> None:
+    graph = module.graph
+    for node in list(graph.nodes):
+        inner = _region(node)
+        if inner is None:
+            continue
+        body: fx.GraphModule = getattr(module, str(inner.target))
+        _put_in_line(body)
+        if any(n.op == "get_attr" for n in body.graph.nodes):
+            continue  # what stays nested in it has its body there
+        operands = node.args[node.args.index(inner) + 1 :]
+        inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
+        values = dict(zip(inputs, operands, strict=True))
+        with graph.inserting_before(node):
+            results = graph.graph_copy(body.graph, values)
+        for item in list(node.users):
+            item.replace_all_uses_with(results[item.args[1]])  # type: ignore[index]
+            graph.erase_node(item)
+        graph.erase_node(node)
+        if not inner.users:
+            graph.erase_node(inner)
+            delattr(module, str(inner.target))
+
+
+def _region(node: fx.Node) -> fx.Node | None:
+    """The operand that is the body of a region that may be put in line."""
+    position = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}.get(getattr(node.target, "__name__", ""))
+    if node.op != "call_function" or position is None or (position == 4 and node.args[2]):
+        return None
+    plain = all(getattr(u.target, "__name__", "") == "getitem" for u in node.users)
+    inner = node.args[position]
+    return inner if plain and isinstance(inner, fx.Node) and inner.op == "get_attr" else None
 
 
 def functional(ep: ExportedProgram) -> ExportedProgram:

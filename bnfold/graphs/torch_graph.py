@@ -13,7 +13,7 @@ from ..ops import Program
 from ..planning import Plan
 from ..report import Refusal
 from .sites import carry_out
-from .torch_capture import capture, functional
+from .torch_capture import capture, functional, without_regions
 from .torch_lift import Lifted, Modules, lift
 from .torch_tree import modules_of
 from .torch_trial import as_inputs, eval_copy
@@ -64,7 +64,7 @@ class ProgramGraph(TorchGraph):
     """An ExportedProgram comes back as one."""
 
     def __init__(self, program: ExportedProgram):
-        super().__init__(functional(_copied(program)), Modules())
+        super().__init__(functional(without_regions(_copied(program))), Modules())
 
 
 def _copied(program: ExportedProgram) -> ExportedProgram:

@@ -6,6 +6,7 @@ written into a copy of its own tree when that can say them (same class back), in
 
 from __future__ import annotations
 
+import dataclasses
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -51,10 +52,10 @@ class ModuleGraph(TorchGraph):
         if not unsaid and plan.edits and not self._tree.holds(plan, self._inputs):
             if not self._keep_class:
                 return self._leave_tree()
-            unsaid = dict.fromkeys(bypassed(plan), RELIES)
-        return _refusals(self.lifted.program, unsaid)
+            return _all(plan, self.lifted.program)
+        return unsaid
 
-    def _costs_norms(self, plan: Plan, unsaid: Mapping[int, str]) -> bool:
+    def _costs_norms(self, plan: Plan, unsaid: Mapping[int, Refusal]) -> bool:
         """Whether norms stay that the plan folds, when all that the tree cannot say is left out."""
         records = self.lifted.program.records
         wanted = set(bypassed(plan))
@@ -97,9 +98,9 @@ class TracedGraph:
         """Folds that the module tree cannot say."""
         unsaid = self._tree.cannot_say(plan)
         if not unsaid and plan.edits and not self._traces_after(plan):
-            unsaid = dict.fromkeys(bypassed(plan), RELIES)
+            unsaid = _all(plan, self._lifted.program)
         more = "; with example inputs the graph could be edited"
-        return _refusals(self._lifted.program, {i: why + more for i, why in unsaid.items()})
+        return {i: dataclasses.replace(r, detail=r.detail + more) for i, r in unsaid.items()}
 
     def _traces_after(self, plan: Plan) -> bool:
         try:
@@ -117,8 +118,8 @@ RELIES = "the module's own code relies on its norms: it fails or differs"
 _LEFT_OUT = Refusal(Reason.NOT_EXPRESSIBLE, "", "")
 
 
-def _refusals(program: Program, unsaid: Mapping[int, str]) -> dict[int, Refusal]:
-    return {i: Refusal(Reason.NOT_EXPRESSIBLE, program.records[i].node, why) for i, why in unsaid.items()}
+def _all(plan: Plan, program: Program) -> dict[int, Refusal]:
+    return {i: Refusal(Reason.NOT_EXPRESSIBLE, program.records[i].node, RELIES) for i in bypassed(plan)}
 
 
 def bypassed(plan: Plan) -> list[int]:

@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from ..affine import Affine
 from ..ops import Linear, Scale
 from ..planning import Bypass, Merge, Plan, SetLinear, SetScale
+from ..report import Reason, Refusal
 from ..rounding import round_product
 from .torch_constants import from_stored
 from .torch_lift import Lifted, Modules, TorchSite
@@ -45,6 +46,7 @@ class _Unsaid:
     """Why an edit cannot be written into the tree."""
 
     why: str
+    reason: Reason = Reason.NOT_EXPRESSIBLE
 
 
 class Tree:
@@ -72,9 +74,9 @@ class Tree:
 
     # ------------------------------------------------------------------ what can be said
 
-    def cannot_say(self, plan: Plan) -> dict[int, str]:
+    def cannot_say(self, plan: Plan) -> dict[int, Refusal]:
         """Scales whose fold has no expression in the tree, and why."""
-        blocked: dict[int, str] = {}
+        blocked: dict[int, Refusal] = {}
         for edit in plan.edits:
             record, site = self.lifted.program.records[edit.site], self.lifted.sites[edit.site]
             match edit:
@@ -88,13 +90,15 @@ class Tree:
                     assert isinstance(record, Scale)
                     problem = self._replacement(edit.site, record, site, edit.direction)
                 case Merge():
-                    blocked[edit.site] = "parallel branches become one layer"
+                    blocked[edit.site] = Refusal(
+                        Reason.NOT_EXPRESSIBLE, record.node, "parallel branches become one layer"
+                    )
                     continue
             if not isinstance(problem, _Unsaid):
                 continue
             scales = [edit.site] if isinstance(edit, Bypass) else plan.contributors(edit.site)
             for s in scales:
-                blocked.setdefault(s, problem.why)
+                blocked.setdefault(s, Refusal(problem.reason, self.lifted.program.records[s].node, problem.why))
         return blocked
 
     def _layer(self, record: Linear, site: TorchSite, needs_bias: bool) -> nn.Module | _Unsaid:
@@ -102,16 +106,16 @@ class Tree:
         node = site.nodes[0]
         path, _ = path_of(node)
         module = self.modules.get(path)
+        if f"{path.split('#')[0]}#2" in self.calls:
+            return _shared(path.split("#")[0])
         if len(site.nodes) != 1 or (site.bias is None and not record.index_input) or module is None:
             return _Unsaid(f"{record.node} is not a module of its own, called once")
         weight = node.args[site.weight]
+        own = getattr(module, "weight", None)
+        if id(own) in self.tied or (isinstance(weight, fx.Node) and len(weight.users) != 1):
+            return _shared(f"the weight of {record.node}")
         if not isinstance(weight, fx.Node) or self.targets.get(weight.name) != f"{path}.weight".lstrip("."):
             return _Unsaid(f"the weight of {record.node} is computed, not the module's own parameter")
-        own = getattr(module, "weight", None)
-        if len(weight.users) != 1 or id(own) in self.tied:
-            return _Unsaid(f"the weight of {record.node} is used in more than one place")
-        if f"{path}#2" in self.calls:
-            return _Unsaid(f"{record.node} is called more than once")
         if not needs_bias:
             return module
         return self._bias(module, record, node, site, path)
@@ -126,7 +130,7 @@ class Tree:
             bias = node.args[site.bias] if site.bias is not None and site.bias < len(node.args) else None
             mine = isinstance(bias, fx.Node) and self.targets.get(bias.name) == f"{path}.bias".lstrip(".")
             if not mine or id(own) in self.tied or len(bias.users) != 1:  # type: ignore[union-attr]
-                return _Unsaid(f"the bias of {record.node} is used in more than one place")
+                return _shared(f"the bias of {record.node}")
             return module
         if _is_torchs_own(module) or self._honours_bias(module, record, node):
             return module
@@ -148,6 +152,8 @@ class Tree:
 
     def _norm_parameters(self, record: Scale, site: TorchSite) -> nn.Module | _Unsaid:
         module = self.modules.get(record.node)
+        if not isinstance(module, _NormBase):
+            return _Unsaid(f"{record.node} is not a norm module with parameters of its own")
         names = ("weight", "bias", "running_mean", "running_var")  # operands 1 to 4 of every op that is a norm
         operands = site.nodes[0].args[1:5]
         mine = len(operands) == len(names) and all(
@@ -156,10 +162,10 @@ class Tree:
             and len(node.users) == 1
             for node, name in zip(operands, names, strict=True)
         )
-        if not isinstance(module, _NormBase) or not mine:
+        if not mine:
             return _Unsaid(f"{record.node} is not a norm module with parameters of its own")
         if any(id(getattr(module, name)) in self.tied for name in names) or f"{record.node}#2" in self.calls:
-            return _Unsaid(f"{record.node} is used in more than one place")
+            return _shared(record.node)
         return module
 
     def _replacement(self, index: int, record: Scale, site: TorchSite, direction: str) -> tuple[str, ...] | _Unsaid:
@@ -267,6 +273,10 @@ class Tree:
             old = getattr(module, name)
             value = from_stored(fmt.pack(round_product(fmt, v)), fmt).to(device=old.device, dtype=old.dtype)
             setattr(module, name, nn.Parameter(value, old.requires_grad) if name in ("weight", "bias") else value)
+
+
+def _shared(what: str) -> _Unsaid:
+    return _Unsaid(f"{what} is used in more than one place", Reason.SHARED_WEIGHT)
 
 
 def _is_torchs_own(module: nn.Module) -> bool:
