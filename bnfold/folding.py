@@ -392,11 +392,20 @@ class _Driver:
             if isinstance(edit, Refusal):
                 return self._first_misfit(site, pending)
             found[site] = edit
-        for site, (direction, _) in self.folds.items():
-            if direction != "merge":
+        for site in self.folds:
+            if (direction := self._way(site)) != "merge":
                 found[site] = Bypass(site, direction)
         found |= self.merges
         return [found[i] for i in sorted(found)]
+
+    def _way(self, site: int) -> str:
+        """Where a scale's map went; "both" where a scale that took it in went another way.
+
+        Only what went backward all the way leaves a value that is no longer the one in front of it.
+        """
+        direction, move = self.folds[site]
+        on = {self._way(a.site) for a in move.absorbed if a.site in self.folds}
+        return direction if on <= {direction} else "both"
 
     def taken(self) -> dict[int, tuple[int, ...]]:
         """For each site, the scales whose maps it took in."""
