@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from .archives import AGAIN, GIB, damaged, member_names, read_pickle, read_program, some_of
 from .errors import InvalidFileError, UsageError
-from .factories import build_network, first_line
+from .factories import build_network
+from .onnx_files import open_onnx
 
 if TYPE_CHECKING:
     import onnx
@@ -86,7 +87,7 @@ def load_detailed(
     path = Path(path)
     kind = recognise(path)
     if kind in ("onnx", "exported-program"):
-        model = _read_onnx(path) if kind == "onnx" else read_program(path, trust_pickle)
+        model = open_onnx(path).load() if kind == "onnx" else read_program(path, trust_pickle)
         if factory is not None:
             raise UsageError(f"{path}: a whole model ({kind}); leave out --factory, which serves files of weights only")
         return Loaded(model, kind)
@@ -162,56 +163,6 @@ def _read_safetensors(path: Path) -> Any:
         return load_file(path)
     except Exception as error:
         raise damaged(path, error) from None
-
-
-def _read_onnx(path: Path) -> onnx.ModelProto:
-    import onnx
-    from onnx.external_data_helper import load_external_data_for_model
-
-    problem = "no ir_version, graph or opset_import"
-    try:
-        model = onnx.load_model_from_string(path.read_bytes())
-    except Exception as error:
-        model, problem = onnx.ModelProto(), first_line(error)
-    if not (model.ir_version and model.HasField("graph") and model.opset_import):
-        if path.suffix == ".onnx":
-            raise InvalidFileError(f"{path}: not a valid ONNX model ({problem}); copy or export it again")
-        raise InvalidFileError(
-            f"{path}: no model that bnfold knows; it reads torch.save, safetensors, torch.export (.pt2) and ONNX files"
-        )
-    for tensor in _tensors_of(model):
-        if tensor.data_location == onnx.TensorProto.EXTERNAL:
-            _check_external(path, tensor.name, {entry.key: entry.value for entry in tensor.external_data})
-    try:
-        load_external_data_for_model(model, str(path.parent))
-    except Exception as error:
-        raise damaged(path, error) from None
-    return model
-
-
-def _tensors_of(message: Any) -> Iterator[onnx.TensorProto]:
-    """Every tensor in a protobuf message: initializers, attributes, subgraphs, functions, parts of sparse tensors."""
-    if message.DESCRIPTOR.full_name == "onnx.TensorProto":
-        yield message
-        return
-    for field, value in message.ListFields():
-        if field.message_type is not None:
-            for part in [value] if hasattr(value, "ListFields") else value:
-                yield from _tensors_of(part)
-
-
-def _check_external(path: Path, tensor: str, entry: Mapping[str, str]) -> None:
-    location = entry.get("location", "")
-    file = path.parent / location  # an absolute location replaces the folder
-    if ".." in re.split(r"[/\\]", location) or not file.resolve().is_relative_to(path.parent.resolve()):
-        raise InvalidFileError(
-            f"{path}: unsafe, the data of '{tensor}' is at {location!r}, outside the model's folder; do not use it"
-        )
-    if not file.is_file():
-        raise InvalidFileError(f"{path}: its external data file {location!r} is missing; put it beside the model")
-    needed = [entry.get(k, "0") for k in ("offset", "length")]
-    if not all(n.isdecimal() for n in needed) or sum(map(int, needed)) > file.stat().st_size:
-        raise InvalidFileError(f"{path}: its external data file {location!r} is cut short; {AGAIN}")
 
 
 # --- what to take from a checkpoint

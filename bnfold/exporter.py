@@ -11,17 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import load_detailed
+from .checkpoint import load_detailed, recognise
 from .errors import InvalidFileError, NotEquivalentError, RemainingNormsError, UsageError
 from .files import check_output, default_output, staged
 from .graphs.port import is_onnx, is_path
 from .inputs import inputs_for, is_specs, shapes_of
+from .onnx_files import OnnxFile, open_onnx
+from .onnx_output import data_names, free_name, superseded_data, write_model
 from .report import FileInfo, Fold, Reason, Report, Verdict
 from .transform import fold, plan, planned
 from .verification import verify as verify_models
 
 Progress = Callable[[str], None]
-LARGEST_FILE = 2**31 - 1  # a protobuf message holds no more
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,44 +81,90 @@ def export(
     path = Path(source) if is_path(source) else None
     target = _target(path, output)
     check_output(target, path, force=force, in_place=in_place)
+    selection: dict[str, Any] = {"only": only, "skip": skip, "merge": merge, "keep_broken": keep_broken}
+    checks: dict[str, Any] = {
+        "verify": verify, "require_all": require_all, "tolerance": tolerance, "shapes": None, "progress": progress,
+    }  # fmt: skip
     notes: list[str] = []
     if path is not None:
         step(f"loading {path.name}")
+    on_disk = path is not None and factory is None and recognise(path) == "onnx"
+    if path is not None and not on_disk:
         loaded = load_detailed(path, factory=factory, factory_args=factory_args, trust_pickle=trust_pickle)
-        source = loaded.model
+        source, notes = loaded.model, list(loaded.notes)
         if loaded.kind == "state-dict":
             source.eval()  # its training flag is the factory's, not a fact about the checkpoint
-        notes += loaded.notes
-    selection: dict[str, Any] = {"only": only, "skip": skip, "merge": merge, "keep_broken": keep_broken}
-    shapes = None
-    if is_specs(example_inputs) and (is_onnx(source) or _is_program(source)):
-        shapes, example_inputs = shapes_of(example_inputs), None
-    if is_onnx(source):
+    onnx = on_disk or is_onnx(source)
+    if is_specs(example_inputs) and (onnx or _is_program(source)):
+        checks["shapes"], example_inputs = shapes_of(example_inputs), None
+    if onnx:
         if opset or static or input_names or output_names:
             raise UsageError("--opset, --static and names apply to torch models; the source is an ONNX file already")
-        step("folding")
-        folded = fold(source, freeze_initializers=freeze_initializers, respect_inputs=respect_inputs, **selection)
-        candidate, report = folded.model, folded.report
-    else:
-        inputs, found = (None, ()) if _is_program(source) else inputs_for(source, example_inputs)
-        notes += found
-        candidate, report = _to_onnx(source, inputs, selection, static, opset, input_names, output_names, step)
-    report = report.with_(notes=(*notes, *report.notes))
-    if candidate.ByteSize() > LARGEST_FILE:
-        raise InvalidFileError(f"{target}: the model is over 2 GB, which one ONNX file cannot hold")
-    checks = {
-        "verify": verify,
-        "require_all": require_all,
-        "tolerance": tolerance,
-        "shapes": shapes,
-        "progress": progress,
-    }
-    files = [FileInfo("source", str(path), path.stat().st_size)] if path is not None else []
-    with staged(target) as temporary:
-        temporary.write_bytes(candidate.SerializeToString())
+        listed = {"freeze_initializers": freeze_initializers, "respect_inputs": respect_inputs}
+        return _from_onnx(path if on_disk else source, target, listed, selection, checks, providers)
+    inputs, found = (None, ()) if _is_program(source) else inputs_for(source, example_inputs)
+    candidate, report = _to_onnx(source, inputs, selection, static, opset, input_names, output_names, step)
+    report = report.with_(notes=(*notes, *found, *report.notes))
+    size = None if path is None else path.stat().st_size
+    superseded = superseded_data(target)
+    with staged(target, superseded) as temporary:
+        write_model(candidate, temporary, lambda: free_name(target))
         report = judged(source, temporary, report, target, checks, providers)
-    report = report.with_(files=(*files, FileInfo("output", str(target), target.stat().st_size)))
+        report = _written(report, path, size, target, temporary, superseded)
     return Exported(target, report, report.verdict)
+
+
+def _from_onnx(
+    source: Any,
+    target: Path,
+    listed: Mapping[str, bool],
+    selection: Mapping[str, Any],
+    checks: Mapping[str, Any],
+    providers: Sequence[str],
+) -> Exported:
+    """Fold a ModelProto, or the model at a path, whose external data is neither loaded nor held."""
+    path = source if isinstance(source, Path) else None
+    file = None if path is None else open_onnx(path)
+    size = None if file is None else file.bytes
+    superseded = superseded_data(target, file)
+    with staged(target, superseded) as temporary:
+        (checks["progress"] or (lambda _: None))("folding")
+        report = _folded(source if file is None else file, target, temporary, listed, selection)
+        del file  # its memory is verification's
+        report = judged(source, temporary, report, target, checks, providers)
+        report = _written(report, path, size, target, temporary, superseded)
+    return Exported(target, report, report.verdict)
+
+
+def _folded(
+    source: Any, target: Path, temporary: Path, listed: Mapping[str, bool], selection: Mapping[str, Any]
+) -> Report:
+    """Write the folded model to `temporary`, and its external data beside that under the names they will have."""
+    from .graphs.onnx_data import Rewriting
+    from .graphs.onnx_graph import OnnxGraph
+
+    names = data_names(source, target) if isinstance(source, OnnxFile) else {}
+    rewriting = Rewriting(source, temporary.parent, names) if names else None
+    graph = OnnxGraph(source, **listed, rewriting=rewriting)
+    planning = planned(graph, **selection)
+    model, added = graph.apply(planning)
+    report = planning.report.with_(bytes_added=added)
+    del planning  # the new weights are in the model now, which takes as much again to be written
+    write_model(model, temporary, lambda: free_name(target, names.values()))
+    return report
+
+
+def _written(
+    report: Report, path: Path | None, size: int | None, target: Path, temporary: Path, superseded: Sequence[Path] = ()
+) -> Report:
+    """The report with source and output, each with its external data, and a word on where that is."""
+    files = [f for f in temporary.parent.rglob("*") if f.is_file()]
+    data = ", ".join(sorted(str(f.relative_to(temporary.parent)) for f in files if f != temporary))
+    notes = [f"{target.name} keeps its weights in {data}"] if data else []
+    notes += [f"{f.name}, which it needs no more, is removed" for f in superseded]
+    source = () if path is None or size is None else (FileInfo("source", str(path), size),)
+    output = FileInfo("output", str(target), sum(f.stat().st_size for f in files))
+    return report.with_(files=(*source, output), notes=(*report.notes, *notes))
 
 
 def judged(
@@ -137,7 +184,7 @@ def judged(
         raise RemainingNormsError(_remaining(report), report)
     if not checks["verify"]:
         return report
-    if is_onnx(source) and not report.folded and not report.affine:
+    if (is_onnx(source) or is_path(source)) and not report.folded and not report.affine:
         same = Verdict(True, (), (), (), notes=("nothing folded: the model is the source, field by field",))
         return report.with_(verdict=same)
     (checks["progress"] or (lambda _: None))("verifying")

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import glob
+import json
 import os
+import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .errors import InvalidFileError, UsageError
+
+PART = ".part"  # how the names of hidden folders end
+RECORD = ".record"  # in there: which files are placed beside the output, and which are removed in the end
 
 
 def default_output(source: Path, verb: str) -> Path:
@@ -49,29 +56,137 @@ def check_output(output: Path, source: Path | None, *, force: bool, in_place: bo
 
 
 @contextmanager
-def staged(output: Path) -> Iterator[Path]:
-    """A temporary path in the output's folder, renamed to the output when the block ends well, removed otherwise.
+def staged(output: Path, superseded: Iterable[Path] = ()) -> Generator[Path]:
+    """A path for the output in a hidden folder beside it; when the block ends well it becomes the output.
 
-    The file is flushed to disk before the rename, so that the output is the old file or the new one, never a part.
+    What else the block leaves in that folder (data files) appears beside the output first, at the same relative path,
+    where nothing may stand yet. The output is renamed last, everything flushed to disk before, so that at each moment
+    there is the old output or the new one, whole; then `superseded` files are removed. Otherwise nothing is left. A
+    process that is killed leaves its hidden folder (and, at worst, data files without an output): the next one that
+    writes the same output removes them.
     """
     try:
-        handle, name = tempfile.mkstemp(dir=output.parent, prefix=f".{output.name}.", suffix=".part")
+        _sweep(output)
+        folder, lock = _hidden_folder(output)
     except OSError as e:
         raise InvalidFileError(f"cannot write {output}: {e.strerror or e}") from e
-    os.close(handle)
-    temporary = Path(name)
     try:
-        yield temporary
-        with temporary.open("rb") as f:
-            os.fsync(f.fileno())
-        mode = output.stat().st_mode & 0o777 if output.exists() else 0o666 & ~_umask()
-        temporary.chmod(mode)
-        temporary.replace(output)
+        yield folder / output.name
+        record = _publish(folder, output, superseded)
+        _remove(record, "superseded", output)
     except OSError as e:
         raise InvalidFileError(f"cannot write {output}: {e.strerror or e}") from e
     finally:
-        with suppress(FileNotFoundError):
-            temporary.unlink()
+        shutil.rmtree(folder, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def _hidden_folder(output: Path) -> tuple[Path, int | None]:
+    """A new folder, locked where locks exist: while this process lives, no other one takes it for a left-over."""
+    while True:
+        folder = Path(tempfile.mkdtemp(dir=output.parent, prefix=f".{output.name}.", suffix=PART))
+        lock = _locked(folder, wait=True)
+        if folder.is_dir():
+            return folder, lock
+        if lock is not None:  # another process was quicker to remove it than we to lock it
+            os.close(lock)
+
+
+def _locked(folder: Path, *, wait: bool) -> int | None:
+    """A descriptor that holds the folder's lock, or None where it cannot be had."""
+    try:
+        import fcntl
+
+        descriptor = os.open(folder, os.O_RDONLY)
+    except (ImportError, OSError):
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _publish(folder: Path, output: Path, superseded: Iterable[Path]) -> Path:
+    """Move the folder's files to where they belong, the output last; undo it when that does not succeed.
+
+    Returns the record of what is to be removed: in case of failure what was placed, else what is superseded.
+    """
+    staged_output = folder / output.name
+    others = [f for f in _files_in(folder) if f != staged_output]
+    mode = 0o666 & ~_umask()
+    for file in (*others, staged_output):
+        file.chmod(output.stat().st_mode & 0o777 if file == staged_output and output.exists() else mode)
+        _flush(file)
+    record = folder / RECORD
+    placed = {str(f.relative_to(folder)): _identity(f) for f in others}
+    old = {os.path.relpath(f, output.parent): _identity(f) for f in superseded}
+    record.write_text(json.dumps({"placed": placed, "superseded": old}))
+    made: list[Path] = []
+    try:
+        for file in others:
+            final = output.parent / file.relative_to(folder)
+            if os.path.lexists(final):
+                raise FileExistsError(errno.EEXIST, f"{final} exists")
+            missing = [p for p in final.parents if not p.exists()]
+            final.parent.mkdir(parents=True, exist_ok=True)
+            made += missing
+            file.rename(final)
+        _flush(output.parent)
+        staged_output.replace(output)
+    except BaseException:
+        if staged_output.exists():  # else a signal came just after the last step
+            _remove(record, "placed", output)
+            for empty in made:
+                with suppress(OSError):
+                    empty.rmdir()
+        raise
+    with suppress(OSError):
+        _flush(output.parent)
+    return record
+
+
+def _identity(file: Path) -> list[int]:
+    """What tells a file from another one that may later have its name."""
+    found = file.lstat()
+    return [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns]
+
+
+def _remove(record: Path, which: str, output: Path) -> None:
+    """Remove files beside the output that a record names, if they are still the ones it means."""
+    for name, identity in json.loads(record.read_text())[which].items():
+        final = output.parent / name
+        if os.path.lexists(final) and _identity(final) == identity:
+            final.unlink()
+
+
+def _sweep(output: Path) -> None:
+    """Remove what killed processes left behind of the same output."""
+    for folder in output.parent.glob(f".{glob.escape(output.name)}.*{PART}"):
+        lock = _locked(folder, wait=False) if folder.is_dir() else None
+        if lock is None:
+            continue
+        try:
+            with suppress(FileNotFoundError, ValueError):  # it did not come so far, or not far in writing it
+                _remove(folder / RECORD, "placed" if (folder / output.name).exists() else "superseded", output)
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(lock)
+
+
+def _files_in(folder: Path) -> list[Path]:
+    return sorted(f for f in folder.rglob("*") if not f.is_dir())
+
+
+def _flush(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _umask() -> int:

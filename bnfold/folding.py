@@ -325,13 +325,16 @@ class _Driver:
         base = max(layers, key=lambda s: int(np.prod(self._layer(s).weight.shape)))
         x = self.operands[base][0]
         branches: list[Branch] = []
-        for v, s in zip(self.operands[index], summands, strict=True):
+        rank = len(self._layer(base).weight.shape)
+        for k, (v, s) in enumerate(zip(self.operands[index], summands, strict=True)):
             if v == x:
-                branches.append(Branch(None, None, None, ()))
+                found = [Branch(None, None, None, ())]
             elif s is not None and self.operands[s][0] == x:
-                branches += self._branches(s)
+                found = self._branches(s)
             else:
                 return
+            sign = None if record.sign(k) > 0 else Affine.of(-1.0, 0.0, rank)
+            branches += composed(found, None, sign)
         placed = [place(self._layer(base), b) for b in branches]
         fitting = [b for b in placed if b is not None]
         if len(fitting) < len(placed) or len(fitting) < 2:
@@ -399,13 +402,12 @@ class _Driver:
         return [found[i] for i in sorted(found)]
 
     def _way(self, site: int) -> str:
-        """Where a scale's map went; "both" where a scale that took it in went another way.
-
-        Only what went backward all the way leaves a value that is no longer the one in front of it.
-        """
+        """Where a scale's map went in the end: a scale that took it in may have gone another way."""
         direction, move = self.folds[site]
-        on = {self._way(a.site) for a in move.absorbed if a.site in self.folds}
-        return direction if on <= {direction} else "both"
+        if direction == "merge":
+            return direction
+        ends = {self._way(a.site) if a.site in self.folds else a.direction for a in move.absorbed} - {"merge"}
+        return ends.pop() if len(ends) == 1 else "both" if ends else direction
 
     def taken(self) -> dict[int, tuple[int, ...]]:
         """For each site, the scales whose maps it took in."""
@@ -444,8 +446,8 @@ class _Driver:
             if r.is_norm:
                 norms.append(Norm(r.node, r.op, r.channels, r.module))
             if i in self.folds:
-                direction, move = self.folds[i]
-                fold = Fold(r.node, tuple(dict.fromkeys(self._homes(move))), tuple(move.through), direction, r.op)
+                move = self.folds[i][1]
+                fold = Fold(r.node, tuple(dict.fromkeys(self._homes(move))), tuple(move.through), self._way(i), r.op)
                 (folded if r.is_norm else affine).append(fold)
             elif r.is_norm:
                 why = self.refused.get(i) or Refusal(Reason.EXCLUDED, r.node, "not selected by --only / --skip")

@@ -8,6 +8,8 @@ import numpy as np
 
 from .affine import Array
 
+RUNNING_DEVIATION = "running_std"  # the buffer of norms that store the root of a variance: batch renormalization
+
 
 @dataclass(frozen=True, slots=True)
 class Broken:

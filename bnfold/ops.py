@@ -66,15 +66,15 @@ class Tensor:
     """A constant in the graph, read only when it is needed.
 
     `read` returns the values as stored (bfloat16 as uint16 bit patterns, see FloatFormat); `shape` is theirs. What
-    lies in a file can be read in part: `read_rows` returns rows `start` to `stop` of the first dimension. `draft` makes
-    room for as many new values; without it they are kept in memory.
+    lies in a file can be read in part: `open_rows` returns what reads rows `start` to `stop` of the first dimension.
+    `draft` makes room for as many new values; without it they are kept in memory.
     """
 
     name: str
     shape: tuple[int, ...]
     format: FloatFormat
     read: Callable[[], Stored]
-    read_rows: Callable[[int, int], Stored] | None = None
+    open_rows: Callable[[], Callable[[int, int], Stored]] | None = None
     draft: Callable[[], Draft] | None = None
 
     def values(self) -> NDArray[np.float64]:
@@ -82,15 +82,32 @@ class Tensor:
         return self.format.unpack(self.read())
 
     def rows(self) -> Callable[[int, int], Stored]:
-        """What returns rows as stored, from `start` to `stop`; without `read_rows`, all of them are read here."""
-        if self.read_rows is not None:
-            return self.read_rows
+        """What returns rows as stored, from `start` to `stop`; without `open_rows`, all of them are read here."""
+        if self.open_rows is not None:
+            return self.open_rows()
         whole = self.read()
         return lambda start, stop: whole[start:stop]
 
     def redrafted(self) -> Draft:
         """Room for a new value of the same shape and format."""
         return self.draft() if self.draft is not None else Held(np.empty(self.shape, self.format.stored_type))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Grid:
+    """How a weight is stored as integers: `w = (q - zero_point) * scale`.
+
+    `order` says which dimension of the integers each dimension of the weight is (a weight may be read transposed).
+    """
+
+    scale: Tensor  # one, or one for each index of `axis`
+    zero_point: NDArray[np.int64]  # likewise
+    integers: Callable[[], NDArray[np.int64]]
+    order: tuple[int, ...]
+    axis: int | None  # of the integers; None: one scale for all
+    may_run: bool  # whether one scale may become one for each channel
+    low: int  # the range of the integers' type
+    high: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +154,7 @@ class Linear:
     beta: float = 1.0
     geometry: Geometry | None = None  # of a convolution that may be merged with others
     frozen: Refusal | None = None  # why its parameters must stay
+    grid: Grid | None = None  # of a weight that is stored as integers and must stay so
 
     @property
     def out_channels(self) -> int:
@@ -234,11 +252,16 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """Sum of activations."""
+    """Sum of activations, each with its sign: a difference has -1 on what it takes away. Without `signs`, all are 1."""
 
     node: str
     inputs: tuple[str, ...]
     output: str
+    signs: tuple[int, ...] = ()
+
+    def sign(self, position: int) -> int:
+        """1 or -1."""
+        return self.signs[position] if self.signs else 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,7 +110,7 @@ def forward(record: Record, position: int, m: Affine, program: Program) -> Step:
         case Sum():
             if not m.no_scale:
                 return Refusal(Reason.UNEQUAL_BRANCHES, record.node, "only one summand is scaled")
-            return _broadcast(record, m, program)
+            return _broadcast(record, _signed(m, record.sign(position)), program)
         case Product():
             if not m.no_shift:
                 return Refusal(Reason.NONZERO_SHIFT, record.node, "a product of activations lets only a scale pass")
@@ -258,10 +258,16 @@ def _spread(record: Sum, m: Affine, program: Program) -> Step:
     scale = Affine.of(m.scale, 0.0, m.rank)
     count = range(len(record.inputs))
     if m.no_scale:
-        return [(Push(i, m),) for i in count]
+        return [(Push(i, _signed(m, record.sign(i))),) for i in count]
     if m.no_shift:
         return [tuple(Push(i, m) for i in count)]
-    return [tuple(Push(i, m if i == taker else scale) for i in count) for taker in count]
+    taken = [_signed(m, record.sign(i)) for i in count]
+    return [tuple(Push(i, taken[i] if i == taker else scale) for i in count) for taker in count]
+
+
+def _signed(m: Affine, sign: int) -> Affine:
+    """The map on `-x` that does to the sum what `m` does, where the sign is negative: the shift changes its sign."""
+    return m if sign > 0 else Affine.of(m.scale, -m.shift, m.rank)
 
 
 def _broadcast(record: Sum | Product, m: Affine, program: Program) -> Step:

@@ -7,31 +7,48 @@ With the weight viewed as `[G, dim0/G, dim1, *taps]`, both sides of every kind o
 
 where `(s_in, t_in)` is the map that used to be applied to the input and `(s_out, t_out)` the one that used to be
 applied to the output. Weights are computed from the original values and rounded once.
+
+A weight may be larger than memory: it is read once, in blocks of rows, on a few threads; each block is scaled, put
+where the new weight is kept, and summed up against the shift of the input, all while it is in the processor's cache.
+Blocks follow from the shape alone and are put together in their order, so that the result does not depend on threads.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from .affine import Affine, Array
 from .ops import Linear, Stored
+from .quantized import NewGrid, rescaled
 from .report import Reason, Refusal
-from .rounding import Accumulator, FloatFormat, round_product
+from .rounding import Accumulator, FloatFormat
+from .scaling import PIECE, scale_rows
+
+BLOCK = 4 * PIECE  # elements of a weight that are read at a time; one row at least
+RUN = 16  # blocks that a thread takes at a time
+THREADS = 4  # more of them wait for memory and for the disk
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NewWeights:
     """Values as stored (see FloatFormat.pack); `bias` is None when the layer needs none, and then it had none.
 
-    With a new bias, the site's `beta` becomes 1.
+    With a new bias, the site's `beta` becomes 1. The weight is a numpy.memmap where its draft was kept in a file.
     """
 
     weight: Stored | None  # None: unchanged
     bias: Stored | None
     bias_format: FloatFormat
+    grid: NewGrid | None = None  # of a weight that is stored as integers
 
 
 def solve(site: Linear, pre: Affine | None, post: Affine | None) -> NewWeights | Refusal:
@@ -42,45 +59,163 @@ def solve(site: Linear, pre: Affine | None, post: Affine | None) -> NewWeights |
     """
     s_in, t_in = _vectors(pre, site.in_axis, site.in_channels)
     s_out, t_out = _vectors(post, site.out_axis, site.out_channels)
-    weight = site.weight.values()
     if site.index_input:
-        return _table(site, weight, s_out, t_out)
-    grouped = _grouped(weight, site.groups)
-    factors = [_factor(s, site, grouped.ndim, side) for s, side in ((s_out, "out"), (s_in, "in")) if s is not None]
+        return _table(site, s_out, t_out)
+    factors = [_factor(s, site, side) for s, side in ((s_out, "out"), (s_in, "in")) if s is not None]
     factors = [f for f in factors if not (f == 1).all()]
-    new_weight = None
-    if factors:
-        rounded = round_product(site.weight.format, grouped, *factors)
-        problem = _range_problem(site, grouped, rounded, factors)
-        if problem is not None:
-            return problem
-        new_weight = site.weight.format.pack(rounded.reshape(weight.shape))
+    t_in = t_in if t_in is not None and t_in.any() else None
+    grid = rescaled(site, site.grid, factors) if site.grid is not None and factors else None
+    if isinstance(grid, Refusal):
+        return grid
+    worked = _work(site, factors if site.grid is None else (), t_in)
+    if isinstance(worked, Refusal):
+        return worked
+    new_weight, dots = worked
     fmt = site.bias.format if site.bias is not None else site.weight.format
     old = None if site.bias is None else site.bias.values()
-    shifts = t_out is not None and bool(t_out.any()), t_in is not None and bool(t_in.any())
-    if old is None and not any(shifts):
-        return NewWeights(new_weight, None, fmt)
-    total = _bias(site, grouped, old, t_in if shifts[1] else None, s_out, t_out)
-    bias = total.round(fmt)
+    if old is None and t_in is None and (t_out is None or not t_out.any()):
+        return NewWeights(new_weight, None, fmt, grid)
+    bias = _bias(site, dots, old, s_out, t_out).round(fmt)
     if not np.isfinite(bias).all():
-        return _bias_problem(site, fmt, bias, [weight] if old is None else [weight, old])
-    return NewWeights(new_weight, fmt.pack(bias), fmt)
+        return _bias_problem(site, fmt, bias, old)
+    return NewWeights(new_weight, fmt.pack(bias), fmt, grid)
 
 
-def _table(site: Linear, weight: Array, s_out: Array | None, t_out: Array | None) -> NewWeights | Refusal:
+# ---------------------------------------------------------------------- blocks of rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Rows `start` to `stop` of a weight's first dimension: part of one group, or whole groups."""
+
+    groups: slice
+    rows: slice  # within each group
+    start: int
+    stop: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Groups, and rows of each."""
+        return self.groups.stop - self.groups.start, self.rows.stop - self.rows.start
+
+
+def _blocks(shape: tuple[int, ...], groups: int) -> Iterator[_Block]:
+    size, row = shape[0] // groups, int(np.prod(shape[1:]))
+    rows = max(BLOCK // max(row, 1), 1)
+    if rows < size:
+        for g in range(groups):
+            for r in range(0, size, rows):
+                stop = min(r + rows, size)
+                yield _Block(slice(g, g + 1), slice(r, stop), g * size + r, g * size + stop)
+        return
+    step = max(rows // max(size, 1), 1)
+    for g in range(0, groups, step):
+        stop = min(g + step, groups)
+        yield _Block(slice(g, stop), slice(0, size), g * size, stop * size)
+
+
+@contextmanager
+def _results(work: Callable[[Sequence[_Block]], T], blocks: Sequence[_Block]) -> Generator[Iterator[T]]:
+    """The work's results for each run of blocks, in order; what is not begun when the context ends is given up."""
+    runs = [blocks[i : i + RUN] for i in range(0, len(blocks), RUN)]
+    if len(runs) < 2:
+        yield map(work, runs)
+        return
+    pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1, len(runs)))
+    try:
+        yield pool.map(work, runs)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_Part = tuple[tuple[slice, slice], Accumulator]
+"""What a block adds to the sums of output channels, and to which: groups, and channels of each."""
+
+
+def _work(
+    site: Linear, factors: Sequence[Array], t_in: Array | None
+) -> tuple[Stored | None, Accumulator | None] | Refusal:
+    """The new weight, and per output channel the sum of the old one against the shift of the input; what is needed."""
+    if not factors and t_in is None:
+        return None, None
+    fmt, read = site.weight.format, site.weight.rows()
+    draft = site.weight.redrafted() if factors else None
+    dots = None if t_in is None else Accumulator.zeros((site.groups, site.out_channels // site.groups))
+
+    def work(run: Sequence[_Block]) -> Reason | list[_Part]:
+        parts: list[_Part] = []
+        for block in run:
+            rows = read(block.start, block.stop)
+            grouped = rows.reshape(block.shape + rows.shape[1:])
+            if draft is not None:
+                new = np.empty(rows.shape, rows.dtype)
+                reason = scale_rows(fmt, grouped, [_cut(f, block) for f in factors], new.reshape(grouped.shape))
+                if reason is not None:
+                    return reason
+                draft.put(block.start, new)
+            if t_in is not None:
+                _add_part(parts, site, block, _dots(site, fmt.unpack(grouped), t_in, block))
+        return parts
+
+    with _results(work, list(_blocks(site.weight.shape, site.groups))) as results:
+        for parts in results:
+            if isinstance(parts, Reason):
+                return _weight_problem(site, parts)
+            for where, part in parts:
+                assert dots is not None
+                Accumulator(dots.hi[where], dots.lo[where]).add_pair(part)
+    return None if draft is None else draft.values(), dots
+
+
+def _add_part(parts: list[_Part], site: Linear, block: _Block, dots: Accumulator) -> None:
+    """Remember a block's sums, added to those of the block before where they are of the same channels."""
+    where = (block.groups, block.rows if site.out_dim == 0 else slice(None))
+    if parts and parts[-1][0] == where:
+        parts[-1][1].add_pair(dots)
+    else:
+        parts.append((where, dots))
+
+
+def _dots(site: Linear, grouped: Array, t_in: Array, block: _Block) -> Accumulator:
+    """What a block adds to each output channel: rows of `[G, out/G, in/G * taps]` against the shift of each input."""
+    rows = grouped if site.out_dim == 0 else np.moveaxis(grouped, 2, 1)
+    taps = int(np.prod(rows.shape[3:]))
+    vector = t_in.reshape(site.groups, 1, -1)[block.groups]
+    if site.out_dim == 1:
+        vector = vector[..., block.rows]
+    rows = rows.reshape(*rows.shape[:2], -1)
+    dots = Accumulator.zeros(rows.shape[:2])
+    dots.add_dot(rows, np.broadcast_to(np.repeat(vector, taps, axis=2), rows.shape))
+    return dots
+
+
+def _table(site: Linear, s_out: Array | None, t_out: Array | None) -> NewWeights | Refusal:
     """A lookup returns one row, so that a shift goes into every row and no bias is needed."""
-    fmt = site.weight.format
-    total = Accumulator.zeros(weight.shape)
-    total.add(weight)
-    if s_out is not None:
-        total.scale(s_out)
-    if t_out is not None:
-        total.add(t_out)
-    rows = total.round(fmt)
-    if not np.isfinite(rows).all():
-        reason = Reason.OVERFLOW if np.isfinite(weight).all() else Reason.NOT_FINITE
+    fmt, read, draft = site.weight.format, site.weight.rows(), site.weight.redrafted()
+
+    def work(run: Sequence[_Block]) -> Reason | None:
+        for block in run:
+            old = fmt.unpack(read(block.start, block.stop))
+            total = Accumulator.zeros(old.shape)
+            total.add(old)
+            if s_out is not None:
+                total.scale(s_out)
+            if t_out is not None:
+                total.add(t_out)
+            new = total.round(fmt)
+            if not np.isfinite(new).all():
+                return Reason.OVERFLOW if np.isfinite(old).all() else Reason.NOT_FINITE
+            draft.put(block.start, fmt.pack(new))
+        return None
+
+    with _results(work, list(_blocks(site.weight.shape, 1))) as results:
+        reason = next((r for r in results if r is not None), None)
+    if reason is not None:
         return Refusal(reason, site.node, f"a folded row does not fit into {fmt.name}, or is not a number")
-    return NewWeights(fmt.pack(rows), None, fmt)
+    return NewWeights(draft.values(), None, fmt)
+
+
+# ---------------------------------------------------------------------- maps along the channels
 
 
 def _vectors(m: Affine | None, axis: int, channels: int) -> tuple[Array | None, Array | None]:
@@ -91,31 +226,25 @@ def _vectors(m: Affine | None, axis: int, channels: int) -> tuple[Array | None, 
     return vectors
 
 
-def _grouped(weight: Array, groups: int) -> Array:
-    return weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:])
-
-
-def _factor(vector: Array, site: Linear, rank: int, side: str) -> Array:
+def _factor(vector: Array, site: Linear, side: str) -> Array:
     """A per-channel vector laid along the grouped weight's dim0 or dim1."""
     dim = site.out_dim if side == "out" else 1 - site.out_dim
-    shape = [site.groups, *[1] * (rank - 1)]
+    shape = [site.groups, *[1] * len(site.weight.shape)]
     shape[1 + dim] = -1
     return vector.reshape(shape)
 
 
+def _cut(factor: Array, block: _Block) -> Array:
+    """The part of a factor that belongs to a block of rows."""
+    return factor[block.groups, block.rows] if factor.shape[1] > 1 else factor[block.groups]
+
+
 def _bias(
-    site: Linear, grouped: Array, old: Array | None, t_in: Array | None, s_out: Array | None, t_out: Array | None
+    site: Linear, dots: Accumulator | None, old: Array | None, s_out: Array | None, t_out: Array | None
 ) -> Accumulator:
     shape = np.broadcast_shapes((site.out_channels,), () if old is None else old.shape)
     total = Accumulator.zeros(shape)
-    if t_in is not None:
-        # Rows are output channels: [G, out/G, in/G * taps] against the shift of each input channel.
-        rows = grouped if site.out_dim == 0 else np.moveaxis(grouped, 2, 1)
-        taps = int(np.prod(rows.shape[3:]))
-        vector = np.repeat(t_in.reshape(site.groups, 1, -1), taps, axis=2)
-        rows = rows.reshape(site.groups, rows.shape[1], -1)
-        dots = Accumulator.zeros(rows.shape[:2])
-        dots.add_dot(rows, np.broadcast_to(vector, rows.shape))
+    if dots is not None:
         if site.alpha != 1:
             dots.scale(np.asarray(site.alpha, np.float64))
         total.add(dots.hi.reshape(-1))
@@ -129,22 +258,25 @@ def _bias(
     return total
 
 
-def _range_problem(site: Linear, old: Array, new: Array, factors: list[Array]) -> Refusal | None:
-    fmt = site.weight.format
-    if not np.isfinite(new).all():
-        reason = Reason.OVERFLOW if np.isfinite(old).all() else Reason.NOT_FINITE
-        return Refusal(reason, site.node, f"a folded weight does not fit into {fmt.name}, or is not a number")
-    flushed: NDArray[np.bool_] = (new == 0) & (np.abs(old) >= fmt.smallest_normal)
-    if flushed.any():
-        for f in factors:
-            flushed = flushed & (f != 0)
-        if flushed.any():
-            return Refusal(Reason.UNDERFLOW, site.node, f"a folded weight becomes zero in {fmt.name}")
-    return None
+# ---------------------------------------------------------------------- what does not fit
 
 
-def _bias_problem(site: Linear, fmt: FloatFormat, bias: Array, sources: list[Array]) -> Refusal:
+def _weight_problem(site: Linear, reason: Reason) -> Refusal:
+    name = site.weight.format.name
+    if reason is Reason.UNDERFLOW:
+        return Refusal(reason, site.node, f"a folded weight becomes zero in {name}")
+    return Refusal(reason, site.node, f"a folded weight does not fit into {name}, or is not a number")
+
+
+def _bias_problem(site: Linear, fmt: FloatFormat, bias: Array, old: Array | None) -> Refusal:
     channel = int(np.argwhere(~np.isfinite(bias))[0][-1])
-    reason = Reason.OVERFLOW if all(np.isfinite(a).all() for a in sources) else Reason.NOT_FINITE
+    finite = (old is None or bool(np.isfinite(old).all())) and _is_finite(site)
+    reason = Reason.OVERFLOW if finite else Reason.NOT_FINITE
     text = f"the folded bias of channel {channel} does not fit into {fmt.name}, or is not a number"
     return Refusal(reason, site.node, text)
+
+
+def _is_finite(site: Linear) -> bool:
+    read = site.weight.rows()
+    blocks = _blocks(site.weight.shape, site.groups)
+    return all(np.isfinite(site.weight.format.unpack(read(b.start, b.stop))).all() for b in blocks)

@@ -137,11 +137,11 @@ def evaluate(m: ModelProto, feeds: Mapping[str, Array]) -> list[Array]:
     for n in every_node(promoted):
         if n.op_type == "BatchNormalization":
             n.attribute.append(make_attribute("trains", _trains(n, version)))
-        if n.op_type in ("BatchNormalization", "Conv", "ConvTranspose"):
+        if n.op_type in ORACLE:
             n.domain = "oracle"
     doubles = {k: v.astype(np.float64) if v.dtype.kind == "f" or v.dtype == BF16 else v for k, v in feeds.items()}
     with np.errstate(all="ignore"):
-        return ReferenceEvaluator(promoted, new_ops=[BatchNormalization, Conv, ConvTranspose]).run(None, doubles)
+        return ReferenceEvaluator(promoted, new_ops=list(ORACLE.values())).run(None, doubles)
 
 
 def _promote(graph: Any) -> None:
@@ -232,6 +232,24 @@ class ConvTranspose(OpRun):
         cut = tuple(slice(pads[d], y.shape[2 + d] - pads[taps + d]) for d in range(taps))
         y = y[(slice(None), slice(None), *cut)]
         return (y if b is None else y + b.reshape(-1, *[1] * taps),)
+
+
+class DequantizeLinear(OpRun):
+    op_domain = "oracle"
+
+    def _run(self, q, s, z=None, axis=1, block_size=None, **_):
+        if block_size:
+            s, z = (None if v is None else np.repeat(v, block_size, axis) for v in (s, z))
+        elif s.size > 1:
+            shape = [1] * q.ndim
+            shape[1 if axis is None else axis] = -1
+            s, z = s.reshape(shape), None if z is None else z.reshape(shape)
+        else:
+            s, z = s.reshape(()), None if z is None else z.reshape(())
+        return ((q.astype(np.float64) - (0 if z is None else z.astype(np.float64))) * s.astype(np.float64),)
+
+
+ORACLE = {c.__name__: c for c in (BatchNormalization, Conv, ConvTranspose, DequantizeLinear)}
 
 
 # ---------------------------------------------------------------------- judging

@@ -99,7 +99,8 @@ def evaluate(r: Record, values: dict[str, np.ndarray], shape: tuple[int, ...], s
         case Take():
             return [x[0].take(i, r.axis) for i in r.indices]
         case Sum():
-            return [sum(x[1:], x[0])]
+            signed = [size(r.sign(k)) * v for k, v in enumerate(x)]
+            return [sum(signed[1:], signed[0])]
         case Product():
             return [x[0] * x[1]]
         case Opaque():
@@ -376,6 +377,11 @@ def concat(axis: int, *values: Value) -> Value:
 def total(*values: Value) -> Value:
     net, node = values[0].net, values[0].net.name("sum")
     return net.add(Sum(node, tuple(v.name for v in values), f"{node}.out"))[0]
+
+
+def difference(a: Value, b: Value) -> Value:
+    node = a.net.name("difference")
+    return a.net.add(Sum(node, (a.name, b.name), f"{node}.out", (1, -1)))[0]
 
 
 def product(a: Value, b: Value) -> Value:

@@ -175,7 +175,7 @@ def test_weight_from_a_quantized_one():
         "[n] y = BN(c, n) }",
         opset=21, q=np.arange(-20, 28, dtype=np.int8).reshape(4, 3, 2, 2), s=(4,), n=4,
     )  # fmt: skip
-    check(m, kept={"n": "quantized-parameter"})
+    check(m, folded=["n"], nodes=["DequantizeLinear", "Conv"])
 
 
 def test_sparse_weight_stays():

@@ -151,6 +151,23 @@ def test_arithmetic_over_statistics_is_one_norm(kind):
     check(m, folded=[result.report.norms[0].norm], nodes=["Conv"], limit=2e-6)
 
 
+def test_batch_renormalization_stores_the_deviation():
+    """In evaluation it divides by the running deviation, of which there is no root to see but in its name."""
+    m = model(
+        "(float[N,3,6,5] x) => (float[N,4,4,3] y) { c = Conv(x, w) t = Transpose<perm=[0,3,2,1]>(c) "
+        "a = Sub(t, mean) b = Div(a, deviation) d = Mul(gamma, b) e = Add(d, beta) "
+        "y = Transpose<perm=[0,3,2,1]>(e) }",
+        w=(4, 3, 3, 3), mean=(4,), gamma=np.array([0.7, -1.3, 0.0, 1e-6]), beta=(4,),
+        deviation=np.array([1e-3, 1e3, 0.5, 2.0]),
+    )  # fmt: skip
+    assert bnfold.plan(m).norms == ()
+    for t in m.graph.initializer:
+        t.name = t.name.replace("deviation", "bn.running_std")
+    m.graph.node[3].input[1] = "bn.running_std"
+    result = check(m, folded=["a"], nodes=["Conv", "Transpose", "Transpose"])
+    assert result.report.norms[0].op == "arithmetic"
+
+
 def test_norm_spelled_as_arithmetic_that_stays_is_named_once():
     m = model(
         f"(float[N,4,4,3] x) => (float[N,4,4,3] z) {{ c = Sigmoid(x) {SPELLINGS['sub-div-mul-add']} z = Sigmoid(y) }}",
@@ -331,3 +348,46 @@ def test_unknown_shapes(kind):
         check(m, feeds, kept={"n": reason}, checked=False)
     else:
         check(m, feeds, folded=["n"], nodes=["Conv"], checked=False)
+
+
+# ---------------------------------------------------------------------- what only looks like a norm
+
+LAYER_NORM = (
+    "u = ReduceMean<axes=[-1]>(c) d = Sub(c, u) q = Mul(d, d) v = ReduceMean<axes=[-1]>(q) e = Add(v, eps) r = Sqrt(e) "
+    "h = Div(d, r) g = Mul(h, gamma) b = Add(g, beta) "
+)
+NO_NORMS = {  # c is a convolution's result with as many positions as channels; y follows
+    "layer-norm": LAYER_NORM + "y = Sigmoid(b)",
+    "layer-norm-in-front-of-a-layer": LAYER_NORM + "y = MatMul(b, square)",
+    "layer-norm-op": "y = LayerNormalization<axis=-1>(c, gamma, beta)",
+    "instance-norm": "i = InstanceNormalization(c, gamma, beta) s = Mul(i, column) y = Add(s, column)",
+    "group-norm": (
+        "r = Reshape(c, groups) i = InstanceNormalization(r, pair, pair) b = Reshape(i, whole) s = Mul(b, column) "
+        "y = Add(s, column)"
+    ),
+    "prelu-by-hand": "p = Relu(c) m = Neg(c) q = Relu(m) s = Mul(q, column) y = Sub(p, s)",
+    "one-over": "y = Div(column, c)",
+    "scale-along-the-width": "y = Mul(c, gamma)",
+    "shift-along-the-height": "y = Add(c, rows)",
+}
+
+
+@pytest.mark.parametrize("kind", NO_NORMS)
+def test_what_only_looks_like_a_norm(kind):
+    """No norm is found, and nothing changes."""
+    given = {
+        "eps": np.float32(1e-5), "gamma": (4,), "beta": (4,), "column": (4, 1, 1), "rows": (4, 1), "pair": (2,),
+        "square": (4, 4), "groups": np.array([0, 2, -1]), "whole": np.array([2, 4, 4, 4]),
+    }  # fmt: skip
+    used = {k: v for k, v in given.items() if f"{k})" in NO_NORMS[kind] or f"{k}," in NO_NORMS[kind]}
+    m = model(f"(float[2,3,6,6] x) => (float[N,C,H,W] y) {{ c = Conv(x, w) {NO_NORMS[kind]} }}", w=(4, 3, 3, 3), **used)
+    assert check(m).report.norms == ()
+
+
+def test_a_norm_behind_a_layer_norm_goes_into_its_scale_and_shift():
+    m = model(
+        f"(float[2,4,4] c) => (float[2,4,4] y) {{ {LAYER_NORM} [n] y = BN(b, n) }}",
+        eps=np.float32(1e-5), gamma=(4,), beta=(4,), n=4,
+    )  # fmt: skip
+    result = check(m, folded=["n"], affine=["g"], limit=2e-6)
+    assert [n.op_type for n in result.model.graph.node[-2:]] == ["Mul", "Add"]

@@ -48,6 +48,45 @@ def test_copies_count_only_where_the_original_stays():
     assert len(result.model.graph.initializer) == 2
 
 
+WEIGHT, BIAS = 4 * 4 * 3 * 3 * 3, 4 * 4  # bytes
+COPIES = {  # nodes, folded, kept, bytes that are there twice
+    "two-convs-share-a-weight": ("c = Conv(x, w, b) [n] y = BN(c, n) z = Conv(x, w, b2)", ["n"], {}, WEIGHT),
+    "and-both-fold": ("c = Conv(x, w) [n] y = BN(c, n) d = Conv(x, w) [p] z = BN(d, p)", ["n", "p"], {}, WEIGHT),
+    "two-convs-share-a-bias": (
+        "c = Conv(x, w, b) [n] y = BN(c, n) d = Conv(x, v, b) [p] z = BN(d, p)", ["n", "p"], {}, BIAS),
+    "one-conv-under-two-norms": (
+        "c = Conv(x, w, b) [n] y = BN(c, n) a = Abs(x) d = Conv(a, w, b) [p] z = BN(d, p)", ["n", "p"], {},
+        WEIGHT + BIAS),
+    "one-output-under-two-norms": (
+        "c = Conv(x, w, b) [n] y = BN(c, n) [p] z = BN(c, p)", [],
+        {"n": "multiple-consumers", "p": "multiple-consumers"}, 0),
+    "norm-called-three-times": (
+        "c = Conv(x, w) [n] y = BN(c, n) d = Conv(x, v) [p] e = BN(d, n) f = Conv(x, u) [q] g = BN(f, n) z = Mul(e, g)",
+        ["n", "p", "q"], {}, 0),
+    "conv-whose-output-is-returned": ("z = Conv(x, w, b) [n] y = BN(z, n)", [], {"n": "model-output"}, 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", COPIES)
+def test_bytes_added_by_copies(kind):
+    nodes, folded, kept, added = COPIES[kind]
+    arrays = {"w": (4, 3, 3, 3), "v": (4, 3, 3, 3), "u": (4, 3, 3, 3), "b": (4,), "b2": (4,), "n": 4, "p": 4}
+    given = {k: v for k, v in arrays.items() if f" {k})" in nodes or f" {k}," in nodes}
+    result = check(model(f"{HEAD} {{ {nodes} }}", **given), folded=folded, kept=kept)
+    assert result.report.bytes_added == added
+
+
+def test_bytes_added_by_a_tied_table():
+    """An embedding that is also the output layer's weight."""
+    m = model(
+        "(int64[6] i) => (float[6,10] y) { e = Gather(w, i) [n] a = BN(e, n) t = Sigmoid(a) y = Gemm<transB=1>(t, w) }",
+        w=(10, 8), n=8,
+    )  # fmt: skip
+    result = check(m, {"i": np.arange(6)}, folded=["n"])
+    assert result.report.bytes_added == 4 * 10 * 8
+    np.testing.assert_array_equal(initializer(result.model, "w"), initializer(m, "w"))
+
+
 def test_weight_is_an_output():
     m = model(
         "(float[N,3,6,5] x) => (float[N,4,4,3] y, float[4,3,3,3] w) { c = Conv(x, w) [n] y = BN(c, n) }",

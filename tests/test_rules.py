@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from programs import Case, Value, concat, product, total
+from programs import Case, Value, concat, difference, product, total
 
 from bnfold.ops import Kind
 from bnfold.report import Reason, Refusal
@@ -452,6 +452,14 @@ def late(x: Value) -> Value:
          kept=ends("unequal-branches at sum")),
     Case("unknown rank", lambda x: total(x.conv(3), x.conv(3).shapeless()).norm(),
          kept=ends("unequal-branches at sum")),
+    Case("a difference", lambda x: difference(x.conv(4), x.conv(4)).norm(), BACK + "conv, conv2 through difference", {},
+         LAYERS),
+    Case("what is taken away takes the shift", lambda x: difference(late(x), x.conv(4)).norm("positive"),
+         BACK + "conv, conv2 through difference, relu", {}, LAYERS),
+    Case("a shift alone into what is taken away",
+         lambda x: difference(x.gelu(), x.conv(4)).norm(maps=(1, [1, 0, -2, 3])), BACK + "conv through difference", {}, LAYER),
+    Case("forward, shift of what is taken away",
+         lambda x: difference(x.gelu(), x.norm(maps=(1, [1, 0, -2, 3]))).conv(3), AHEAD + "conv through difference", {}, LAYER),
     Case("nested", lambda x: total(x.conv(4), total(late(x), x.conv(4))).norm("positive"),
          BACK + "conv, conv2, conv3 through sum2, sum, relu", {}, {"SetLinear": 3, "Bypass": 1}),
     Case("forward, shift", lambda x: total(x.norm(maps=(1, [1, 0, -2, 3])), x.gelu()).conv(3),

@@ -86,6 +86,12 @@ PADDED = "model-input padded-shift"
         row("in-front-unpadded", lambda: Chain(bn=bn(4), conv=conv(stride=2)), image(), "bn"),
         row("in-front-valid", lambda: Chain(bn=bn(4), conv=conv(padding="valid")), image(), "bn"),
         row("in-front-same-1x1", lambda: Chain(bn=bn(4), conv=conv(kernel=1, padding="same")), image(), "bn"),
+        *[
+            row(f"in-front-{mode}", lambda m=mode: Chain(bn=bn(4), conv=conv(padding=1, padding_mode=m)), image(), "bn")
+            for mode in ("reflect", "replicate", "circular")
+        ],
+        row("in-front-grouped", lambda: Chain(bn=bn(4), conv=conv(4, 6, groups=2, stride=2)), image(), "bn"),
+        row("in-front-depthwise", lambda: Chain(bn=bn(4), conv=conv(4, 8, groups=4, bias=False)), image(), "bn"),
         row("in-front-padded", lambda: Chain(bn=bn(4), conv=conv(padding=1)), image(), kept={"bn": PADDED}),
         row("in-front-one-side", lambda: Chain(bn=bn(4), conv=conv(padding=(0, 1))), image(), kept={"bn": PADDED}),
         row(

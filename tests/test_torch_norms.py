@@ -40,6 +40,9 @@ def behind_conv(norm: nn.Module) -> nn.Module:
     [
         row("no-affine", lambda: behind_conv(bn(8, affine=False)), image(), "bn"),
         row("no-momentum", lambda: behind_conv(bn(8, momentum=None)), image(), "bn"),
+        row("momentum-0", lambda: behind_conv(bn(8, momentum=0.0)), image(), "bn"),
+        row("momentum-1", lambda: behind_conv(bn(8, momentum=1.0)), image(), "bn"),
+        row("statistics-alone", lambda: behind_conv(bn(8, affine=False, momentum=None, eps=0.1)), image(), "bn"),
         row("large-epsilon", lambda: behind_conv(bn(8, eps=0.3)), image(), "bn"),
         row("no-epsilon", lambda: behind_conv(bn(8, eps=0.0)), image(), "bn"),
         row("no-beta", lambda: behind_conv(_without_beta(bn(8))), image(), "bn"),
@@ -76,6 +79,76 @@ def behind_conv(norm: nn.Module) -> nn.Module:
 )
 def test_norm_modules(case: Case):
     check(case)
+
+
+class DetectronFrozenBatchNorm2d(nn.Module):
+    """As detectron2 freezes norms: buffers, and arithmetic on them where a gradient is wanted, else a function."""
+
+    def __init__(self, channels: int, arithmetic: bool):
+        super().__init__()
+        self.arithmetic, self.eps = arithmetic, 1e-5
+        for name, value in zip(
+            ("running_mean", "running_var", "weight", "bias"), statistics(channels).values(), strict=True
+        ):
+            self.register_buffer(name, value.detach())
+
+    def forward(self, x):
+        if not self.arithmetic:
+            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, eps=self.eps)
+        scale = self.weight * (self.running_var + self.eps).rsqrt()
+        bias = self.bias - self.running_mean * scale
+        scale, bias = scale.reshape(1, -1, 1, 1), bias.reshape(1, -1, 1, 1)
+        return x * scale.to(x.dtype) + bias.to(x.dtype)
+
+
+class BatchRenorm2d(nn.Module):
+    """Batch renormalization (Ioffe, 2017); in evaluation r is 1 and d is 0, and it is batch normalization.
+
+    Some keep the running variance, some the running deviation, and some do the arithmetic channels last.
+    """
+
+    def __init__(self, channels: int, deviation: bool, last: bool = False):
+        super().__init__()
+        self.deviation, self.last = deviation, last
+        mean, var, weight, bias = statistics(channels).values()
+        self.register_buffer("running_mean", mean)
+        self.register_buffer("running_std" if deviation else "running_var", var)
+        self.weight, self.bias = weight, bias
+
+    def forward(self, x):
+        lay = (lambda v: v) if self.last else (lambda v: v.view(1, -1, 1, 1))
+        x = x.transpose(1, -1) if self.last else x
+        scale = self.running_std if self.deviation else torch.sqrt(self.running_var + 1e-3)
+        y = (x - lay(self.running_mean)) / lay(scale)
+        y = lay(self.weight) * y + lay(self.bias)
+        return y.transpose(1, -1) if self.last else y
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        row("frozen-function", lambda: behind_conv(DetectronFrozenBatchNorm2d(8, False)), image(), "bn"),
+        row(
+            "frozen-arithmetic",
+            lambda: behind_conv(DetectronFrozenBatchNorm2d(8, True)),
+            image(),
+            "bn",
+        ),
+        row(
+            "frozen-in-front",
+            lambda: Chain(bn=DetectronFrozenBatchNorm2d(4, True), conv=conv()),
+            image(),
+            "bn",
+        ),
+        row("renorm-variance", lambda: behind_conv(BatchRenorm2d(8, False)), image(), "bn"),
+        row("renorm-deviation", lambda: behind_conv(BatchRenorm2d(8, True)), image(), "bn"),
+        row("renorm-in-front", lambda: Chain(bn=BatchRenorm2d(4, True), conv=conv()), image(), "bn"),
+        row("renorm-last", lambda: behind_conv(BatchRenorm2d(8, True, last=True)), image(), "bn", same_class=False),
+    ],
+)
+def test_norms_of_other_libraries(case: Case):
+    """What behaves like batch normalization in evaluation is one."""
+    check(replace(case, left=0))
 
 
 def _without_beta(norm: nn.Module) -> nn.Module:
@@ -250,6 +323,13 @@ def test_norms_in_a_row(case: Case):
         ),
         row("instance-statistics", lambda: behind_conv(nn.InstanceNorm2d(8)), image(), kept={"bn": "batch-statistics"}),
         row(
+            "functional-without-statistics",
+            lambda: Net(lambda s, x: F.batch_norm(s.conv(x), None, None, s.g, s.b, True), conv=conv(), **statistics()),
+            image(),
+            kept={"batch_norm": "batch-statistics"},
+            batches=False,
+        ),
+        row(
             "never-called",
             lambda: Net(lambda s, x: s.bn(s.conv(x)), conv=conv(), bn=bn(8), aux=Chain(bn=bn(3))),
             image(),
@@ -318,6 +398,27 @@ def test_norms_that_stay(case: Case):
         _check_broken(case)
     else:
         check(case)
+
+
+LOOK_ALIKES = {  # of a convolution's result y, with six channels and six columns
+    "layer-norm": lambda s, y: F.layer_norm(y, (6,), s.g, s.b),
+    "layer-norm-by-hand": lambda s, y: (
+        (y - y.mean(-1, keepdim=True)) / (y.var(-1, keepdim=True) + 1e-5).sqrt() * s.g + s.b
+    ),
+    "group-norm": lambda s, y: F.group_norm(y, 3, s.g, s.b),
+    "prelu-by-hand": lambda s, y: torch.relu(y) - s.g.view(-1, 1, 1) * torch.relu(-y),
+    "one-over": lambda s, y: s.g.view(-1, 1, 1) / y,
+    "scale-along-the-width": lambda s, y: y * s.g,
+    "shift-along-the-width": lambda s, y: y + s.g,
+}
+
+
+@pytest.mark.parametrize("kind", LOOK_ALIKES)
+def test_what_only_looks_like_a_norm(kind):
+    """No norm is found, and nothing changes."""
+    build = lambda: Net(lambda s, x: LOOK_ALIKES[kind](s, s.conv(x)), conv=conv(4, 6), **statistics(6))  # noqa: E731
+    report = check(Case(kind, build, image()))
+    assert report.norms == report.affine == ()
 
 
 def _check_broken(case: Case):

@@ -167,11 +167,63 @@ def test_modules_and_weights_used_twice(case: Case):
     check(case)
 
 
-def test_copies_are_counted():
-    """The second call site gets weights of its own, as many bytes as the first has."""
-    case = Case("copies", lambda: Net(lambda s, x: s.c(s.b(s.c(x)).tanh()), c=conv(), b=bn(4)), image())
-    report = bnfold.fold(case.make(), case.given()).report
-    assert report.bytes_added == 4 * (4 * 4 * 9 + 4)
+WEIGHT, BIAS = 4 * 4 * 4 * 9, 4 * 4  # bytes of a convolution
+
+
+COPIES = {  # name: network, folded, kept, bytes that are there twice
+    "two-convs-share-a-weight": (
+        lambda: two_of_each(lambda s, x: s.b1(s.c1(x)).tanh() + s.c2(x).sigmoid(), tie_weights),
+        "b1", {"b2": "not-executed"}, WEIGHT,
+    ),
+    "and-both-fold": (
+        lambda: two_of_each(lambda s, x: s.b1(s.c1(x)).tanh() + s.b2(s.c2(x)).sigmoid(), tie_weights),
+        "b1 b2", {}, WEIGHT,
+    ),
+    "two-convs-share-a-bias": (
+        lambda: two_of_each(lambda s, x: s.b1(s.c1(x)).tanh() + s.b2(s.c2(x)).sigmoid(), tie_biases), "b1 b2", {}, BIAS
+    ),
+    "one-conv-under-two-norms": (
+        lambda: Net(lambda s, x: (s.b1(s.c(x)), s.b2(s.c(x.abs()))), c=conv(), b1=bn(4), b2=bn(4)),
+        "b1 b2", {}, WEIGHT + BIAS,
+    ),
+    "one-output-under-two-norms": (
+        lambda: two_of_each(lambda s, x: (lambda y: s.b1(y).tanh() + s.b2(y).sigmoid())(s.c1(x))),
+        "", {"b1": "multiple-consumers unsupported-op", "b2": "multiple-consumers unsupported-op"}, 0,
+    ),
+    "conv-called-twice": (lambda: Net(lambda s, x: s.c(s.b(s.c(x)).tanh()), c=conv(), b=bn(4)), "b", {}, WEIGHT + BIAS),
+    "norm-called-three-times": (
+        lambda: Net(lambda s, x: s.b(s.c1(x)).tanh() + s.b(s.c2(x)).sigmoid() + s.b(s.c3(x)).sin(),
+                    c1=conv(), c2=conv(), c3=conv(), b=bn(4)),
+        "b b#2 b#3", {}, 0,
+    ),
+    "conv-whose-output-is-returned": (
+        lambda: Net(lambda s, x: (lambda y: (s.b(y), y))(s.c(x)), c=conv(), b=bn(4)),
+        "", {"b": "model-output model-output"}, 0,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_are_counted(name):
+    """A call site that needs weights of its own gets them, and the report says how many bytes that adds."""
+    build, folded, kept, added = COPIES[name]
+    case = Case(name, build, image(), tuple(folded.split()), kept, same_class=added == 0 and "three" not in name)
+    assert check(case).bytes_added == added
+
+
+def test_a_table_tied_to_the_output_layer_is_counted():
+    def build():
+        m = Net(
+            lambda s, i: s.fc(s.b(s.table(i)).tanh()),
+            table=nn.Embedding(10, 8),
+            b=nn.BatchNorm1d(8),
+            fc=nn.Linear(8, 10),
+        )
+        m.fc.weight = m.table.weight
+        return m
+
+    case = Case("tied", build, lambda: torch.arange(6), ("b",), same_class=False)
+    assert check(case).bytes_added == 4 * 10 * 8
 
 
 def _listed_twice() -> nn.Module:

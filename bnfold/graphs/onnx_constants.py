@@ -9,8 +9,9 @@ rounding, casts to integers) decides on the values of the run, computed in the t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,11 @@ import onnx_graphsurgeon as gs
 from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
 
 from ..errors import InvalidFileError
-from ..ops import Stored, Tensor
+from ..norms import RUNNING_DEVIATION
+from ..ops import Grid, Stored, Tensor
 from ..report import Reason, Refusal
 from ..rounding import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, FloatFormat, round_product
+from .onnx_data import Stretch
 from .onnx_scopes import DEFAULT_DOMAINS, Scope, TypeInfo
 
 FORMAT_OF: dict[int, FloatFormat] = {
@@ -36,7 +39,7 @@ LARGEST = 1 << 28  # elements of a constant expression; more is refused rather t
 _MOVES = {"Identity", "Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Expand", "Slice", "Gather", "Concat",
           "Tile", "Split"}  # fmt: skip
 _NOT_PURE = {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli",
-             "If", "Loop", "Scan", "SequenceMap", "DequantizeLinear", "QuantizeLinear", "BatchNormalization",
+             "If", "Loop", "Scan", "SequenceMap", "QuantizeLinear", "BatchNormalization",
              "Dropout"}  # fmt: skip
 _DECIDE = {"Ceil", "Floor", "Mod", "Round", "Sign"}
 _ROOTS = {"Sqrt", "Pow"}
@@ -56,6 +59,9 @@ class Constant:
     load: Callable[[], np.ndarray]
     rooted: bool = False
     run: Callable[[], np.ndarray] | None = None
+    stretch: Stretch | None = None  # of a data file, where it is an initializer kept there
+    grid: Grid | None = None  # of what is stored as integers
+    dequantized: bool = False  # integers went into it
 
     @property
     def format(self) -> FloatFormat | None:
@@ -81,14 +87,22 @@ class Constant:
                 return fmt.pack(round_product(fmt, values))
             return values.view(np.uint16) if fmt is BFLOAT16 else values
 
-        return Tensor(self.name, self.shape, fmt, read)
+        if self.stretch is None:
+            return Tensor(self.name, self.shape, fmt, read)
+        rows, draft = self.stretch.open_rows, self.stretch.draft
+        return Tensor(self.name, self.shape, fmt, read, partial(rows, fmt), partial(draft, fmt))
 
 
 class Constants:
     """Looks tensors up; remembers what it computed. Keyed by onnx-graphsurgeon tensor identity."""
 
-    def __init__(self, overridable: frozenset[str], type_of: Callable[[Any], TypeInfo | None]):
-        self._overridable, self._type_of = overridable, type_of
+    def __init__(
+        self,
+        overridable: frozenset[str],
+        type_of: Callable[[Any], TypeInfo | None],
+        stored: Mapping[int, Stretch],
+    ):
+        self._overridable, self._type_of, self._stored = overridable, type_of, stored
         self._known: dict[int, Constant | None] = {}
         self._scope_of: dict[int, Scope] = {}
         self._busy: set[int] = set()
@@ -111,7 +125,10 @@ class Constants:
         proto = home.initializers.get(name)
         if proto is None or (home.parent is None and name in self._overridable):
             return None
-        return Constant(name, proto.data_type, tuple(proto.dims), lambda: _array(proto))
+        rooted = name.rpartition(".")[2] == RUNNING_DEVIATION
+        stretch = self._stored.get(id(proto))
+        load = (lambda: _array(proto)) if stretch is None else (lambda: _array(stretch.loaded()))
+        return Constant(name, proto.data_type, tuple(proto.dims), load, rooted, stretch=stretch)
 
     def get(self, tensor: Any) -> Constant | None:
         """The tensor's value, or None when it depends on an input."""
@@ -172,9 +189,15 @@ class Constants:
             return None
         if any(isinstance(a, gs.Node.AttributeRef) for a in node.attrs.values()):
             return None
+        if node.op == "DequantizeLinear":
+            return dequantized(tensor.name, node, operands, scope.opset)
         if node.op == "Cast":
-            return _cast(tensor.name, operands[0], int(node.attrs["to"]))
-        return _evaluate(tensor.name, node, operands, position, scope.opset)
+            found = _cast(tensor.name, operands[0], int(node.attrs["to"]))
+        else:
+            found = _evaluate(tensor.name, node, operands, position, scope.opset)
+        if found is None or not any(c is not None and c.dequantized for c in operands):
+            return found
+        return replace(found, grid=_moved(node, operands[0]), dequantized=True)
 
     def _shape(self, name: str, node: Any) -> Constant | None:
         source = self.get(node.inputs[0])
@@ -195,6 +218,59 @@ class Constants:
         info = self._type_of(node.inputs[1])
         target = like.elem_type if like is not None else 0 if info is None else info.elem_type
         return _cast(name, source, target) if source is not None and target else None
+
+
+def dequantized(name: str, node: Any, operands: list[Constant | None], opset: int) -> Constant | None:
+    """`(q - zero_point) * scale` of constants; the integers stay what a weight is stored as."""
+    q, scale, point = (*operands, None)[:3]
+    limits = next((r for t, r in _RANGE.items() if q is not None and t == q.elem_type), None)
+    plain = not node.attrs.get("block_size") and not node.attrs.get("output_dtype")
+    if q is None or scale is None or limits is None or scale.format is None or not plain:
+        return None
+    rank, vector = len(q.shape), scale.shape not in ((), (1,))
+    axis = int(node.attrs.get("axis", 1))
+    if not -rank <= axis < rank or (vector and (opset < 13 or scale.shape != (q.shape[axis],))):
+        return None
+    axis = axis % rank if vector else None
+    zero = np.array(0) if point is None else point.load().astype(np.int64)
+    zero = zero if vector else zero.reshape(())
+
+    def integers() -> np.ndarray:
+        return q.load().astype(np.int64)
+
+    def load() -> np.ndarray:
+        laid = [1] * rank
+        if axis is not None:
+            laid[axis] = -1
+        factor = scale.float64().reshape(laid if vector else ())
+        return (integers() - (zero.reshape(laid) if zero.ndim else zero)) * factor
+
+    fmt, dtype = scale.format, onnx.helper.tensor_dtype_to_np_dtype(scale.elem_type)
+    may_run = not vector and opset >= 13 and limits[1] < 1 << 16
+    grid = Grid(scale.tensor(), zero, integers, tuple(range(rank)), axis, may_run, *limits)
+    run = lambda: round_product(fmt, load()).astype(dtype)  # noqa: E731
+    return Constant(name, scale.elem_type, q.shape, load, run=run, grid=grid, dequantized=True)
+
+
+def _moved(node: Any, source: Constant | None) -> Grid | None:
+    """The grid behind a node that only reorders dimensions."""
+    if source is None or source.grid is None or node.op not in ("Identity", "Transpose"):
+        return None
+    order = source.grid.order
+    default = list(range(len(order)))[:: -1 if node.op == "Transpose" else 1]
+    return replace(source.grid, order=tuple(order[k] for k in node.attrs.get("perm", default)))
+
+
+_RANGE = {  # of the integer types that weights and biases are stored in
+    TensorProto.INT8: (-(1 << 7), (1 << 7) - 1), TensorProto.UINT8: (0, (1 << 8) - 1),
+    TensorProto.INT16: (-(1 << 15), (1 << 15) - 1), TensorProto.UINT16: (0, (1 << 16) - 1),
+    TensorProto.INT32: (-(1 << 31), (1 << 31) - 1),
+}  # fmt: skip
+
+
+def type_of_range(low: int, high: int) -> int:
+    """The integer type with this range."""
+    return next(t for t, limits in _RANGE.items() if limits == (low, high))
 
 
 def _constant_node(name: str, node: Any) -> Constant | None:

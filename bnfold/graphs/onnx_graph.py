@@ -9,9 +9,12 @@ from collections.abc import Mapping
 
 from onnx import ModelProto
 
+from ..onnx_files import OnnxFile
 from ..ops import Program
 from ..planning import Plan
 from ..report import Refusal
+from .onnx_data import NoDraft, Rewriting, Stretch, stretches
+from .onnx_index import Index
 from .onnx_lift import Lifted, lift
 from .onnx_scopes import read_scopes
 from .onnx_writer import Writer
@@ -19,13 +22,34 @@ from .sites import carry_out
 
 
 class OnnxGraph:
-    """`lift()` describes the model, `apply(plan)` returns an edited copy. The model given is never changed."""
+    """`lift()` describes the model, `apply(plan)` returns an edited copy. A ModelProto given is never changed.
 
-    def __init__(self, model: ModelProto, *, freeze_initializers: bool = False, respect_inputs: bool = False):
-        self._model = ModelProto()
-        self._model.CopyFrom(model)
-        overridable, self._listed, self.notes = _overridable(model, freeze_initializers, respect_inputs)
-        self._lifted: Lifted = lift(read_scopes(self._model), overridable)
+    A model on disk (OnnxFile) was read for this graph alone, so that its proto is the one that is edited. Its external
+    data is read as far as it is asked for, and rewritten as `rewriting` says; without it, only a dry run is possible.
+    """
+
+    def __init__(
+        self,
+        source: ModelProto | OnnxFile,
+        *,
+        freeze_initializers: bool = False,
+        respect_inputs: bool = False,
+        rewriting: Rewriting | None = None,
+    ):
+        if isinstance(source, OnnxFile):
+            self._model = source.model
+        else:
+            self._model = ModelProto()
+            self._model.CopyFrom(source)
+        overridable, self._listed, self.notes = _overridable(self._model, freeze_initializers, respect_inputs)
+        scopes = read_scopes(self._model)
+        stored: dict[int, Stretch] = {}
+        if isinstance(source, OnnxFile) and source.external:
+            index = Index(self._model, scopes)
+            room = NoDraft.instead if rewriting is None else rewriting.draft
+            stored = stretches(source, lambda name: index.readers(scopes[0], name) == 1, room)
+        self._rewriting = rewriting
+        self._lifted: Lifted = lift(scopes, overridable, stored)
 
     def lift(self) -> Program:
         """The model as records."""
@@ -37,9 +61,12 @@ class OnnxGraph:
 
     def apply(self, plan: Plan) -> tuple[ModelProto, int]:
         """The edited model, and the bytes added by weights whose original other nodes still need."""
-        writer = Writer(self._model, self._lifted, self._listed)
+        writer = Writer(self._model, self._lifted, self._listed, self._rewriting)
         carry_out(plan, self._lifted.program, self._lifted.sites, writer)
-        return self._model, writer.finish()
+        added = writer.finish()
+        if self._rewriting is not None:
+            self._rewriting.finish(self._model)
+        return self._model, added
 
 
 def _overridable(

@@ -34,6 +34,9 @@ def _parameters(n: Node) -> tuple[Constant, Constant | None] | Opaque:
 
 def _linear(n: Node, weight: Constant, bias: Constant | None, x: int = 0, **facts: Any) -> Linear:
     """The layer; what its parts say of one another must agree."""
+    if weight.dequantized:
+        why = Refusal(Reason.QUANTIZED_PARAMETER, n.name, f"its weight {weight.name} is computed from integers")
+        facts |= {"geometry": None, "grid": weight.grid, "frozen": why if weight.grid is None else None}
     linear = Linear(n.name, n.value(x), n.result(), weight.tensor(), None if bias is None else bias.tensor(), **facts)
     shape = n.shape(linear.input)
     size = None if shape is None else shape[linear.in_axis] if -len(shape) <= linear.in_axis < len(shape) else 0

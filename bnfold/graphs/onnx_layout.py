@@ -14,6 +14,7 @@ import numpy as np
 from ..affine import Affine, Dim, Shape
 from ..ops import Carry, Concat, Kind, Linear, Need, Opaque, Permute, Product, Record, Reshape, Scale, Sum, Take
 from ..report import Reason, Refusal
+from .onnx_constants import FORMAT_OF
 
 if TYPE_CHECKING:
     from .onnx_lift import Node
@@ -36,6 +37,17 @@ def _unknown(n: Node, what: str) -> Opaque:
 def identity(n: Node) -> Records:
     """The value itself."""
     return _carry(n)
+
+
+def cast(n: Node) -> Records:
+    """The value itself where the type stays; else a map would be rounded to another type than it was meant for."""
+    before, after = n.format(0), FORMAT_OF.get(n.attr("to", 0))
+    if before is None or after is None:
+        return n.opaque()
+    if before is after:
+        return identity(n)
+    facts = f"it casts {before.name} to {after.name}, so that the map would be rounded to another type"
+    return n.opaque(Refusal(Reason.UNSUPPORTED_OP, n.name, facts))
 
 
 def dropout(n: Node) -> Records:
@@ -333,6 +345,9 @@ def gather(n: Node) -> Records:
     table, indices = n.constant(0), n.constant(1)
     axis = n.attr("axis", 0)
     if table is not None and indices is None and len(table.shape) == 2 and axis == 0 and table.format is not None:
+        if table.dequantized:
+            why = f"its table {table.name} is stored as integers"
+            return n.opaque(Refusal(Reason.QUANTIZED_PARAMETER, n.name, why))
         return Linear(
             n.name, n.value(1), n.result(), table.tensor(), None, out_dim=1, in_axis=-1, out_axis=-1, index_input=True
         )
@@ -351,8 +366,8 @@ def gather(n: Node) -> Records:
 
 
 def sum_(n: Node) -> Records:
-    """A sum of activations of one rank."""
-    return Sum(n.name, _terms(n), n.result()) if _one_rank(n) else n.opaque()
+    """A sum or difference of activations of one rank."""
+    return Sum(n.name, _terms(n), n.result(), (1, -1) if n.op == "Sub" else ()) if _one_rank(n) else n.opaque()
 
 
 def product(n: Node) -> Records:
@@ -374,6 +389,7 @@ def _one_rank(n: Node) -> bool:
 LAYOUT: dict[str, Callable[[Node], Records]] = {
     "Abs": homogeneous,
     "AveragePool": average_pool,
+    "Cast": cast,
     "Concat": concat,
     "DepthToSpace": depth_to_space,
     "Dropout": dropout,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ast import literal_eval
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from ..report import Reason, Refusal
 from ..rounding import FloatFormat
 from . import onnx_layers, onnx_layout
 from .onnx_constants import FORMAT_OF, Constant, Constants
+from .onnx_data import Stretch
 from .onnx_scopes import DEFAULT_DOMAINS, Scope, TypeInfo, hidden
 from .sites import Site, join
 
@@ -133,9 +134,12 @@ class Node:
         return self.opaque(self.lifter.constants.why_not(self.node.inputs[k], self.name, what), norm)
 
 
-def lift(scopes: list[Scope], overridable: frozenset[str]) -> Lifted:
-    """Describe all scopes as one program; values captured by an inner scope are pinned."""
-    return _Lifter(scopes, overridable).lift()
+def lift(scopes: list[Scope], overridable: frozenset[str], stored: Mapping[int, Stretch] | None = None) -> Lifted:
+    """Describe all scopes as one program; values captured by an inner scope are pinned.
+
+    `stored` are initializers, by id() of their protos, that are read from data files.
+    """
+    return _Lifter(scopes, overridable, stored or {}).lift()
 
 
 def module_of(proto: NodeProto) -> str | None:
@@ -155,6 +159,7 @@ def module_of(proto: NodeProto) -> str | None:
 class _Lifter:
     scopes: list[Scope]
     overridable: frozenset[str]
+    stored: Mapping[int, Stretch] = field(default_factory=dict)
     constants: Constants = field(init=False)
     shapes: dict[str, Shape | None] = field(default_factory=dict)
     pinned: dict[str, Refusal] = field(default_factory=dict)
@@ -167,7 +172,7 @@ class _Lifter:
     _alive: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.constants = Constants(self.overridable, self.type_of)
+        self.constants = Constants(self.overridable, self.type_of, self.stored)
 
     # ------------------------------------------------------------------ values
 
@@ -290,7 +295,7 @@ def _site(record: Record, n: Node) -> Site[Scope, NodeProto]:
 
 
 def _sum_or_constant(n: Node) -> Record | list[Record]:
-    return onnx_layout.sum_(n) if n.op == "Add" and _both_computed(n) else onnx_layers.arithmetic(n)
+    return onnx_layout.sum_(n) if n.op in ("Add", "Sub") and _both_computed(n) else onnx_layers.arithmetic(n)
 
 
 def _product_or_constant(n: Node) -> Record | list[Record]:
@@ -310,6 +315,6 @@ LIFT: dict[str, Callable[[Node], Record | list[Record]]] = {
     "Gemm": onnx_layers.gemm,
     "MatMul": onnx_layers.matmul,
     "Mul": _product_or_constant,
-    "Sub": onnx_layers.arithmetic,
+    "Sub": _sum_or_constant,
     **onnx_layout.LAYOUT,
 }

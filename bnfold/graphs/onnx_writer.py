@@ -10,8 +10,10 @@ from onnx import ModelProto, NodeProto, TensorProto
 
 from ..affine import Affine
 from ..ops import Kind, Linear, Scale, Stored
-from ..rounding import BFLOAT16, FloatFormat, round_product
-from .onnx_constants import FORMAT_OF
+from ..quantized import NewGrid
+from ..rounding import FloatFormat, round_product
+from .onnx_constants import FORMAT_OF, type_of_range
+from .onnx_data import Rewriting
 from .onnx_index import Index
 from .onnx_lift import Lifted
 from .onnx_scopes import Scope
@@ -24,8 +26,8 @@ ELEM_TYPE = {fmt: elem for elem, fmt in FORMAT_OF.items()}
 class Writer:
     """Carries out edits, one at most for each record; `finish` removes what they made superfluous."""
 
-    def __init__(self, model: ModelProto, lifted: Lifted, listed: frozenset[str]):
-        self._model, self._lifted, self._listed = model, lifted, listed
+    def __init__(self, model: ModelProto, lifted: Lifted, listed: frozenset[str], rewriting: Rewriting | None = None):
+        self._model, self._lifted, self._listed, self._rewriting = model, lifted, listed, rewriting
         self._index = Index(model, lifted.scopes)
         self._released: list[tuple[Scope, str]] = []
         self._copied: list[tuple[Scope, str, int]] = []  # by whom, of what, bytes
@@ -38,11 +40,11 @@ class Writer:
         """Give a linear layer its new parameters; a MatMul without bias gets an Add behind it."""
         first, last = site.nodes[0], site.nodes[-1]
         if weight is not None:
-            self._put(site.scope, first, site.weight, weight, record.weight.format, "weight")
+            self._put(site.scope, first, site.weight, weight, ELEM_TYPE[record.weight.format], "weight")
         if bias is None:
             return
         if site.bias is not None:
-            self._put(site.scope, last, site.bias, bias, fmt, "bias")
+            self._put(site.scope, last, site.bias, bias, ELEM_TYPE[fmt], "bias")
             _remove_attribute(last, "beta")
             return
         if record.out_axis == -2:  # a weight on the left: its channels are the rows of the product
@@ -50,13 +52,58 @@ class Writer:
         result = first.output[0]
         bare = self._index.fresh(f"{result}_unbiased")
         self._index.set_output(site.scope, first, bare)
-        name = self._add_constant(site.scope, bias, fmt, f"{result}_bias")
+        name = self._add_constant(site.scope, bias, ELEM_TYPE[fmt], f"{result}_bias")
         node = onnx.helper.make_node("Add", [bare, name], [result])
         if site.scope.opset < 7:
             node.attribute.append(onnx.helper.make_attribute("broadcast", 1))
         if first.name:
             node.name = self._index.fresh(f"{first.name}_bias")
         self._index.insert(site.scope, node, after=first)
+
+    def set_grid(self, record: Linear, site: OnnxSite, new: NewGrid) -> None:
+        """Give the DequantizeLinear of a weight new scales; what other nodes read of it, they keep."""
+        assert record.grid is not None
+        scope, node = site.scope, self._own_dequantizer(site.scope, site.nodes[0], site.weight)
+        elem_type = type_of_range(record.grid.low, record.grid.high)
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(elem_type)
+        self._put(scope, node, 1, new.scale, ELEM_TYPE[record.grid.scale.format], "scale")
+        if new.zero_point is not None and len(node.input) > 2 and node.input[2]:
+            self._put(scope, node, 2, new.zero_point.astype(dtype), elem_type, "zero_point")
+        if new.integers is not None:
+            self._put(scope, node, 0, new.integers.astype(dtype), elem_type, "integers")
+        if new.axis != record.grid.axis:
+            _remove_attribute(node, "axis")
+            node.attribute.append(onnx.helper.make_attribute("axis", new.axis))
+
+    def _own_dequantizer(self, scope: Scope, reader: NodeProto, k: int) -> NodeProto:
+        """The DequantizeLinear above an operand that no other node reads; a copy of it, and of what lies between."""
+        index, name, chain = self._index, reader.input[k], list[NodeProto]()
+        while not chain or chain[-1].op_type != "DequantizeLinear":
+            producer = index.producer(scope, name)
+            assert producer is not None
+            chain.append(producer)
+            name = producer.input[0]
+        here = all(index.home(scope, n.output[0]) is scope and index.readers(scope, n.output[0]) == 1 for n in chain)
+        if here:
+            return chain[-1]
+        after = chain[-1] if index.home(scope, chain[-1].output[0]) is scope else None
+        above, copies = "", list[NodeProto]()
+        for old in reversed(chain):
+            new = NodeProto()
+            new.CopyFrom(old)
+            new.name = index.fresh(f"{old.name}_folded") if old.name else ""
+            new.output[0] = index.fresh(f"{old.output[0]}_folded")
+            if above:
+                new.input[0] = above
+            above = new.output[0]
+            copies.append(new)
+        for new in copies if after is not None else reversed(copies):  # what goes to the front is put there one by one
+            index.insert(scope, new, after=after)
+        names = [*reader.input]
+        names[k] = above
+        self._release(scope, [reader.input[k]])
+        index.set_inputs(scope, reader, names)
+        return copies[0]
 
     def set_scale(self, record: Scale, site: OnnxSite, m: Affine) -> None:
         """Let a norm, or arithmetic with a constant, compute another map."""
@@ -73,7 +120,7 @@ class Writer:
         one = np.ones(record.channels)
         values = vectors[0] * np.sqrt(1 + float(np.float32(epsilon))), vectors[1], one * 0, one
         for k, (what, v) in enumerate(zip(("scale", "bias", "mean", "var"), values, strict=True), 1):
-            self._put(site.scope, node, k, fmt.pack(round_product(fmt, v)), fmt, what)
+            self._put(site.scope, node, k, fmt.pack(round_product(fmt, v)), ELEM_TYPE[fmt], what)
         _remove_attribute(node, "spatial")  # before opset 9, 0 means one value per element; now it is one per channel
 
     def _set_arithmetic(self, record: Scale, site: OnnxSite, m: Affine) -> None:
@@ -90,7 +137,7 @@ class Writer:
                 self._remove(scope, node, x)
         for k, (op, values) in enumerate(parts):
             stored = fmt.pack(round_product(fmt, values))
-            name = self._add_constant(scope, stored, fmt, f"{result}_{op.lower()}")
+            name = self._add_constant(scope, stored, ELEM_TYPE[fmt], f"{result}_{op.lower()}")
             if k < len(kept):
                 kept[k].op_type = op
                 del kept[k].attribute[:]
@@ -130,33 +177,42 @@ class Writer:
 
     # ------------------------------------------------------------------ constants
 
-    def _put(self, scope: Scope, node: NodeProto, k: int, values: Stored, fmt: FloatFormat, what: str) -> None:
+    def _put(self, scope: Scope, node: NodeProto, k: int, values: Stored, elem_type: int, what: str) -> None:
         """Make input `k` of the node the given constant: in place where it is the only reader of an initializer."""
         names = [*node.input, *[""] * (k + 1 - len(node.input))]
         old, index = names[k], self._index
         tensor = index.initializer(scope, old) if old else None
-        if tensor is not None and index.readers(scope, old) == 1 and tensor.data_type == ELEM_TYPE[fmt]:
+        if tensor is not None and index.readers(scope, old) == 1 and tensor.data_type == elem_type:
             index.changed(scope, old, values.shape, listed=self._model.ir_version < 4 or old not in self._listed)
-            _fill(tensor, values, fmt)
+            _describe(tensor, values, elem_type)
+            if self._rewriting is None or not self._rewriting.replace(tensor, values):
+                _fill(tensor, values)
             return
-        names[k] = self._add_constant(scope, values, fmt, f"{old or node.output[0]}_{'folded' if old else what}")
+        hint = f"{old or node.output[0]}_{'folded' if old else what}"
+        names[k] = self._add_constant(scope, values, elem_type, hint, like=tensor)
         index.set_inputs(scope, node, names)
         if old:
             self._release(scope, [old])
             self._copied.append((scope, old, values.nbytes))
 
-    def _add_constant(self, scope: Scope, values: Stored, fmt: FloatFormat, hint: str) -> str:
+    def _add_constant(
+        self, scope: Scope, values: Stored, elem_type: int, hint: str, like: TensorProto | None = None
+    ) -> str:
         name = self._index.fresh(hint)
         old_main = self._model.ir_version < 4 and scope.parent is None
         if scope.is_function or (self._model.ir_version < 4 and not old_main):
             tensor = TensorProto(name=name)
-            _fill(tensor, values, fmt)
+            _describe(tensor, values, elem_type)
+            _fill(tensor, values)
             node = onnx.helper.make_node("Constant", [], [name], value=tensor)
             self._index.insert(scope, node, after=None)
             return name
-        _fill(self._index.add_initializer(scope, name), values, fmt)
+        tensor = self._index.add_initializer(scope, name)
+        _describe(tensor, values, elem_type)
+        if self._rewriting is None or not self._rewriting.add(tensor, values, like):
+            _fill(tensor, values)
         if old_main:  # before IR 4 every initializer is an input too
-            entry = onnx.helper.make_tensor_value_info(name, ELEM_TYPE[fmt], list(values.shape))
+            entry = onnx.helper.make_tensor_value_info(name, elem_type, list(values.shape))
             self._model.graph.input.append(entry)
         return name
 
@@ -198,12 +254,17 @@ def _remove_attribute(node: NodeProto, name: str) -> None:
         node.attribute.remove(a)
 
 
-def _fill(tensor: TensorProto, values: Stored, fmt: FloatFormat) -> None:
-    for key in ("float_data", "int32_data", "double_data", "int64_data", "uint64_data", "external_data"):
+def _describe(tensor: TensorProto, values: Stored, elem_type: int) -> None:
+    """Let a tensor be of the values' type and shape."""
+    for key in ("float_data", "int32_data", "double_data", "int64_data", "uint64_data"):
         tensor.ClearField(key)
-    tensor.ClearField("data_location")
-    tensor.data_type = ELEM_TYPE[fmt]
+    tensor.data_type = elem_type
     del tensor.dims[:]
     tensor.dims.extend(values.shape)
-    data = values.astype("<u2") if fmt is BFLOAT16 else values.astype(values.dtype.newbyteorder("<"))
-    tensor.raw_data = np.ascontiguousarray(data).tobytes()
+
+
+def _fill(tensor: TensorProto, values: Stored) -> None:
+    """Store the values in the tensor itself."""
+    tensor.ClearField("external_data")
+    tensor.ClearField("data_location")
+    tensor.raw_data = np.ascontiguousarray(values, values.dtype.newbyteorder("<")).tobytes()

@@ -12,6 +12,7 @@ import numpy as np
 from ..affine import Affine
 from ..ops import Kind, Linear, Program, Record, Scale, Stored, Tensor, inputs_of
 from ..planning import Bypass, Merge, Plan, SetLinear, SetScale
+from ..quantized import NewGrid
 from ..rounding import FloatFormat
 
 S = TypeVar("S")
@@ -55,6 +56,10 @@ class Writer(Protocol[S, N]):
         """Give a linear layer its new parameters."""
         ...
 
+    def set_grid(self, record: Linear, site: Site[S, N], new: NewGrid) -> None:
+        """Give a weight that is stored as integers new scales, and new integers where some are mirrored."""
+        ...
+
     def set_scale(self, record: Scale, site: Site[S, N], m: Affine) -> None:
         """Let a norm, or arithmetic with a constant, compute another map."""
         ...
@@ -76,6 +81,8 @@ def carry_out(plan: Plan, program: Program, sites: Sequence[Site[S, N]], writer:
             case SetLinear():
                 assert isinstance(record, Linear)
                 writer.set_linear(record, site, edit.new.weight, edit.new.bias, edit.new.bias_format)
+                if edit.new.grid is not None:
+                    writer.set_grid(record, site, edit.new.grid)
             case SetScale():
                 assert isinstance(record, Scale)
                 writer.set_scale(record, site, edit.map)

@@ -189,7 +189,7 @@ def _arithmetic(n: Node) -> Record:
     kind = Kind.SCALE if n.op in ("mul", "div") else Kind.SHIFT
     op = {"add": "Add", "sub": "Sub", "rsub": "Sub", "mul": "Mul", "div": "Div"}[n.op]
     path, cls = path_of(n.node)
-    module = path if "norm" in cls.lower() or "bn" in cls.rpartition(".")[2].lower() else None
+    module = path if any(word in cls.rpartition(".")[2].lower() for word in ("norm", "bn")) else None
     if module:
         n.lifter.seen.add(module.split("#")[0])
     return Scale(n.label, x.name, n.name, m, kind, op, FORMAT_OF[value.dtype], module=module)
@@ -225,7 +225,7 @@ def _arithmetic_or_join(n: Node) -> Record | list[Record]:
     """Arithmetic with a constant, or a sum or product of two activations."""
     a, b = list(n.args.values())[:2]
     computed = all(isinstance(v, fx.Node) and n.lifter.constants.get(v) is None for v in (a, b))
-    return sum_or_product(n) if computed and n.op in ("add", "mul") else _arithmetic(n)
+    return sum_or_product(n) if computed and n.op in ("add", "sub", "mul") else _arithmetic(n)
 
 
 LAYERS: dict[str, Callable[[Node], Record | list[Record]]] = {
@@ -246,5 +246,5 @@ LAYERS: dict[str, Callable[[Node], Record | list[Record]]] = {
     "mm": _matmul,
     "mul": _arithmetic_or_join,
     "rsub": _arithmetic,
-    "sub": _arithmetic,
+    "sub": _arithmetic_or_join,
 }

@@ -15,6 +15,7 @@ from torch import fx
 from ..affine import Affine, Dim, Shape
 from ..ops import Carry, Concat, Kind, Need, Permute, Product, Record, Reshape, Scale, Sum, Take
 from ..report import Reason, Refusal
+from ..rounding import FloatFormat
 from .torch_constants import FORMAT_OF
 
 if TYPE_CHECKING:
@@ -44,9 +45,19 @@ def same(n: Node) -> Records:
     """An op that returns its first operand unchanged."""
     x = _first(n)
     before, after = x.meta["val"], n.node.meta["val"]
-    if n.args.get("train", False) or before.dtype != after.dtype or before.shape != after.shape:
+    if before.dtype != after.dtype:
+        return n.opaque(_cast(n, FORMAT_OF.get(before.dtype), FORMAT_OF.get(after.dtype)))
+    if n.args.get("train", False) or before.shape != after.shape:
         return n.opaque()
     return Carry(n.label, x.name, n.name)
+
+
+def _cast(n: Node, before: FloatFormat | None, after: FloatFormat | None) -> Refusal | None:
+    """Why a cast of floats stops a map: it would be rounded to, and have to fit, another type than it was meant for."""
+    if before is None or after is None:
+        return None
+    facts = f"it casts {before.name} to {after.name}, so that the map would be rounded to another type"
+    return Refusal(Reason.UNSUPPORTED_OP, n.label, facts)
 
 
 def permute(n: Node) -> Records:
@@ -295,7 +306,7 @@ def _taken(n: Node, axis: int, indices: Callable[[int], np.ndarray], bounds: tup
 
 
 def sum_or_product(n: Node) -> Records:
-    """A sum or product of two activations of one rank and type."""
+    """A sum, difference or product of two activations of one rank and type."""
     values = [v for v in list(n.args.values())[:2] if isinstance(v, fx.Node)]
     ranks = {v.meta["val"].dim() for v in values if isinstance(v.meta.get("val"), torch.Tensor)}
     constant = any(n.lifter.constants.get(v) is not None for v in values)
@@ -304,7 +315,9 @@ def sum_or_product(n: Node) -> Records:
         return n.opaque()
     if n.op == "mul":
         return Product(n.label, (values[0].name, values[1].name), n.name)
-    return Sum(n.label, (values[0].name, values[1].name), n.name) if n.args.get("alpha", 1) == 1 else n.opaque()
+    if n.args.get("alpha", 1) != 1:
+        return n.opaque()
+    return Sum(n.label, (values[0].name, values[1].name), n.name, (1, -1) if n.op == "sub" else ())
 
 
 LAYOUT: dict[str, Callable[[Node], Records]] = {

@@ -23,9 +23,10 @@ from ..report import Reason, Refusal
 from ..rounding import round_product
 from .torch_constants import from_stored
 from .torch_lift import Lifted, Modules, TorchSite
-from .torch_nodes import ProgramLike, call_of, op_name, path_of
+from .torch_nodes import SHAPE_READERS, ProgramLike, call_of, op_name, path_of
 from .torch_trial import Inputs, agrees, eval_copy, first_names, first_sample
 
+SILENT = {"getitem", *SHAPE_READERS}  # what a norm's module may do besides: nothing that computes values
 _PROBE_TOLERANCE = 1e-9  # of the range, between two float64 evaluations of one layer
 
 
@@ -190,7 +191,7 @@ class Tree:
         """The children that the module's call ran besides the norm, in order; None when it did more itself."""
         names: list[str] = []
         for node in self.calls.get(path, []):
-            if node in site.nodes or self.lifted.constants.get(node) is not None or op_name(node) == "getitem":
+            if node in site.nodes or self.lifted.constants.get(node) is not None or op_name(node) in SILENT:
                 continue
             inner = path_of(node)[0].split("#")[0]
             if inner == path:

@@ -14,6 +14,7 @@ from torch.fx.node import map_arg
 
 from ..affine import Affine
 from ..ops import Linear, Scale, Stored
+from ..quantized import NewGrid
 from ..rounding import FloatFormat, round_product
 from .torch_capture import name_outputs
 from .torch_constants import from_stored
@@ -60,6 +61,10 @@ class Writer:
         constant = self._placeholder(value, f"{first.name}_bias")
         add = self._insert(first, torch.ops.aten.add.Tensor, (first, constant))
         first.replace_all_uses_with(add, delete_user_cb=lambda user: user is not add)
+
+    def set_grid(self, record: Linear, site: TorchSite, new: NewGrid) -> None:
+        """No torch graph is lifted with a weight of integers."""
+        raise AssertionError(f"{record.node} has no grid")
 
     def set_scale(self, record: Scale, site: TorchSite, m: Affine) -> None:
         """Write the map as `mul` and `add`, in the type the activation has."""
