@@ -688,7 +688,7 @@ def test_debugging_shows_where(folder):
     code = """
 from bnfold import exporter
 from bnfold.cli.main import run
-exporter.fold = lambda *_, **__: 1 / 0
+exporter.planned = lambda *_, **__: 1 / 0
 run(["fold", "chain.onnx"])
 """
     done = program("-c", code, env={**os.environ, "BNFOLD_DEBUG": "1"})
