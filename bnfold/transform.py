@@ -75,7 +75,7 @@ def plan(
     """What `fold` would do with the same arguments: a dry run that changes nothing and accepts broken statistics."""
     graph = open_graph(
         model, example_inputs, freeze_initializers=freeze_initializers, respect_inputs=respect_inputs,
-        keep_class=keep_class,
+        keep_class=keep_class, dry=True,
     )  # fmt: skip
     return planned(graph, only=only, skip=skip, merge=merge, keep_broken=True).report
 

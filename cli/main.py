@@ -225,24 +225,27 @@ def inspect(
     from .render import Screen
 
     with Screen(json) as screen:
-        from bnfold.checkpoint import load_detailed
+        from bnfold.checkpoint import load_detailed, recognise
         from bnfold.inputs import inputs_for
         from bnfold.transform import plan
 
         _warn_of(trust_pickle, screen, file)
         specs = _example_inputs(input)
         screen.step(f"loading {file.name}")
-        loaded = load_detailed(
-            file, factory=factory, factory_args=_factory_args(factory_arg), trust_pickle=trust_pickle
-        )
-        if loaded.kind == "state-dict":
-            loaded.model.eval()
-        inputs, notes = None, ()
-        if loaded.kind in ("state-dict", "module"):
-            inputs, notes = inputs_for(loaded.model, specs)
+        model, inputs, notes = file, None, ()
+        if recognise(file) != "onnx" or factory is not None:
+            loaded = load_detailed(
+                file, factory=factory, factory_args=_factory_args(factory_arg), trust_pickle=trust_pickle
+            )
+            model, notes = loaded.model, loaded.notes
+            if loaded.kind == "state-dict":
+                model.eval()
+            if loaded.kind in ("state-dict", "module"):
+                inputs, more = inputs_for(model, specs)
+                notes = (*notes, *more)
         screen.step("planning")
         report = plan(
-            loaded.model,
+            model,
             inputs,
             only=only,
             skip=skip,
@@ -250,7 +253,7 @@ def inspect(
             freeze_initializers=freeze_initializers,
             respect_inputs=respect_inputs,
         )
-        screen.show(report.with_(notes=(*loaded.notes, *notes, *report.notes)), planned=True)
+        screen.show(report.with_(notes=(*notes, *report.notes)), planned=True)
 
 
 @app.command()
@@ -352,10 +355,14 @@ def _runnable(
     path: Path, factory: str | None, factory_arg: list[str] | None, trust_pickle: bool, step: Callable[[str], None]
 ) -> Any:
     """An .onnx stays a path, so that onnxruntime reads it; anything else is loaded."""
-    from bnfold.checkpoint import load_detailed
+    from bnfold.checkpoint import load_detailed, recognise
+    from bnfold.onnx_files import open_onnx
 
     step(f"loading {path.name}")
     onnx = path.suffix.lower() == ".onnx"
+    if onnx and recognise(path) == "onnx":
+        open_onnx(path)
+        return path
     loaded = load_detailed(
         path,
         factory=None if onnx else factory,

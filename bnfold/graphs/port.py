@@ -48,14 +48,17 @@ def open_graph(
     freeze_initializers: bool = False,
     respect_inputs: bool = False,
     keep_class: bool = False,
+    dry: bool = False,
 ) -> Graph:
-    """The graph of a ModelProto, a path to one, an nn.Module or an ExportedProgram. Raises UsageError for others."""
-    if is_path(model):
-        model = load_onnx(Path(model))
-    if is_onnx(model):
+    """The graph of a ModelProto, a path to one, an nn.Module or an ExportedProgram. Raises UsageError for others.
+
+    `dry`: the graph is not going to be edited, so that a path's external data is read only as far as it is asked for.
+    """
+    if is_path(model) or is_onnx(model):
         from .onnx_graph import OnnxGraph
 
-        return OnnxGraph(model, freeze_initializers=freeze_initializers, respect_inputs=respect_inputs)
+        source = (_opened if dry else load_onnx)(Path(model)) if is_path(model) else model
+        return OnnxGraph(source, freeze_initializers=freeze_initializers, respect_inputs=respect_inputs)
     module_of_type = type(model).__module__
     if "torch" not in module_of_type and not _is_torch(model):
         raise UsageError(
@@ -65,6 +68,13 @@ def open_graph(
     from .torch_open import open_torch
 
     return open_torch(model, example_inputs, keep_class=keep_class)
+
+
+def _opened(path: Path) -> Any:
+    from ..checkpoint import recognise
+    from ..onnx_files import open_onnx
+
+    return open_onnx(path) if recognise(path) == "onnx" else load_onnx(path)
 
 
 def load_onnx(path: Path) -> Any:
