@@ -9,40 +9,17 @@ turn, each in a process of its own and followed by a sync, and prints medians, t
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
-import statistics
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper
-from rich.console import Console
-from rich.table import Table
+from processes import Runs, empty, run, show
 
 CHANNELS = 2048
 PAGE = 4096
-
-
-@dataclass
-class Runs:
-    """What one command took: seconds, and the most memory of its own in bytes."""
-
-    name: str
-    seconds: list[float] = field(default_factory=list)
-    memory: int = 0
-
-    @property
-    def median(self) -> float:
-        """The median of the seconds."""
-        return statistics.median(self.seconds)
 
 
 def make_chain(folder: Path, layers: int) -> Path:
@@ -79,36 +56,6 @@ def make_chain(folder: Path, layers: int) -> Path:
     return folder / "chain.onnx"
 
 
-def run(runs: Runs, command: Sequence[str], output: Path) -> None:
-    """Run a command and flush what it wrote to the disk; add what that took."""
-    started = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    while process.poll() is None:
-        runs.memory = max(runs.memory, peak(process.pid))
-        time.sleep(0.005)
-    if process.returncode:
-        sys.exit(f"{runs.name} failed")
-    for file in output.iterdir():
-        subprocess.run(["sync", str(file)], check=True)
-    runs.seconds.append(time.perf_counter() - started)
-
-
-def peak(pid: int) -> int:
-    """The most memory a process has had at once, which Linux keeps a record of. (`ru_maxrss` counts its parent's.)"""
-    with suppress(OSError, StopIteration):
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-        return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024
-    return 0
-
-
-def empty(folder: Path) -> Path:
-    """The folder, empty, with nothing of it left to be written."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    os.sync()
-    return folder
-
-
 def main() -> None:
     """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -128,21 +75,8 @@ def main() -> None:
             run(copies, ["cp", str(data), str(output / data.name)], output)
             empty(output)
             run(folds, fold, output)
-        show(layers, data.stat().st_size, copies, folds)
-
-
-def show(layers: int, size: int, *commands: Runs) -> None:
-    """Print the table, and each run below it."""
-    table = Table(title=f"{layers} x (Conv, BN, ReLU), {size / 1e9:.1f} GB of external data; each followed by a sync")
-    for column in ("command", "median", "ratio", "peak memory"):
-        table.add_column(column, justify="left" if column == "command" else "right")
-    for c in commands:
-        ratio, memory = c.median / commands[0].median, c.memory / 1e6
-        table.add_row(c.name, f"{c.median:.2f} s", f"{ratio:.2f}", f"{memory:.0f} MB")
-    console = Console()
-    console.print(table)
-    for c in commands:
-        console.print(f"{c.name}: {', '.join(f'{s:.2f}' for s in c.seconds)} s", highlight=False)
+        size = data.stat().st_size / 1e9
+        show(f"{layers} x (Conv, BN, ReLU), {size:.1f} GB of external data; each with a sync", [copies, folds])
 
 
 if __name__ == "__main__":
