@@ -150,7 +150,7 @@ def _folded(
     model, added = graph.apply(planning)
     report = planning.report.with_(bytes_added=added)
     del planning  # the new weights are in the model now, which takes as much again to be written
-    write_model(model, temporary, lambda: free_name(target, names.values()))
+    write_model(model, temporary, lambda: free_name(target, names.values()), source)
     return report
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import posixpath
 import re
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +21,7 @@ import numpy as np
 from .archives import AGAIN
 from .errors import InvalidFileError
 from .factories import first_line
+from .onnx_wire import read_skeleton
 from .ops import Stored
 from .ranges import Places
 
@@ -54,7 +55,8 @@ class OnnxFile:
     """A model as its file holds it, and where its external data is.
 
     `lent` are small tensors whose values were read into the model, and those that are no initializers: they keep what
-    the file says of their place, and `give_back` makes them external again.
+    the file says of their place, and `give_back` makes them external again. `embedded` says where in the model file
+    itself the data of initializers is that were not read, by id() of those, which are `stored`.
     """
 
     path: Path
@@ -62,6 +64,8 @@ class OnnxFile:
     extents: dict[int, Extent] = field(default_factory=dict[int, Extent])  # by id() of the tensor's proto
     external: list[TensorProto] = field(default_factory=list[Any])  # in the order of the file
     lent: list[TensorProto] = field(default_factory=list[Any])
+    embedded: Mapping[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
+    stored: list[TensorProto] = field(default_factory=list[Any])
 
     @property
     def folder(self) -> Path:
@@ -115,7 +119,19 @@ class OnnxFile:
                 tensor.raw_data = self.read(extent)
             tensor.ClearField("data_location")
             tensor.ClearField("external_data")
+        self.complete(self.model)
         return self.model
+
+    def complete(self, model: ModelProto) -> None:
+        """Give initializers of the model that still lack the data that was not read what they lack."""
+        for tensor in model.graph.initializer:
+            if id(tensor) in self.embedded and not tensor.HasField("raw_data"):
+                tensor.raw_data = self.read(self.place(tensor))
+
+    def place(self, tensor: TensorProto) -> Extent:
+        """Where in the model file the data of an initializer is that was not read."""
+        start, stop = self.embedded[id(tensor)]
+        return Extent(self.path.name, start, stop - start)
 
 
 @contextmanager
@@ -131,8 +147,9 @@ def open_onnx(path: Path) -> OnnxFile:
     import onnx
 
     problem = "no ir_version, graph or opset_import"
+    skeleton = read_skeleton(path, _may_stay)
     try:
-        model = onnx.load_model_from_string(path.read_bytes())
+        model = skeleton.model if skeleton is not None else onnx.load_model_from_string(path.read_bytes())
     except Exception as error:
         model, problem = onnx.ModelProto(), first_line(error)
     if not (model.ir_version and model.HasField("graph") and model.opset_import):
@@ -142,6 +159,8 @@ def open_onnx(path: Path) -> OnnxFile:
             f"{path}: no model that bnfold knows; it reads torch.save, safetensors, torch.export (.pt2) and ONNX files"
         )
     file = OnnxFile(path, model)
+    if skeleton is not None:
+        file.embedded, file.stored = skeleton.ranges, skeleton.tensors
     file.external = [t for t in tensors_of(model) if t.data_location == onnx.TensorProto.EXTERNAL]
     checked = _Checks(path)
     extents = [checked.extent(t) for t in file.external]
@@ -154,6 +173,10 @@ def open_onnx(path: Path) -> OnnxFile:
             tensor.ClearField("data_location")
             file.lent.append(tensor)
     return file
+
+
+def _may_stay(tensor: TensorProto, length: int) -> bool:
+    return length > LENT and _size_of(tensor) == length and tensor.data_location != tensor.EXTERNAL
 
 
 def locations_in(path: Path) -> list[str]:

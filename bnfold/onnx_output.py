@@ -13,12 +13,13 @@ import mmap
 import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .errors import InvalidFileError
 from .onnx_files import LENT, OnnxFile, locations_in
+from .onnx_wire import write_spliced
 from .ranges import Places
 
 if TYPE_CHECKING:
@@ -73,11 +74,18 @@ def _contains(path: Path, word: bytes, step: int = 1 << 20) -> bool:
     return False
 
 
-def write_model(model: ModelProto, path: Path, name: Callable[[], str]) -> None:
+def write_model(model: ModelProto, path: Path, name: Callable[[], str], source: Any = None) -> None:
     """Write a model; what is too large for one file keeps its tensors in a data file beside it, called `name()`.
 
-    The model may be changed. Raises InvalidFileError when it is too large even so.
+    The model may be changed. What it lacks because it stays in the `source`, an OnnxFile, is copied from there. Raises
+    InvalidFileError when it is too large even so.
     """
+    if isinstance(source, OnnxFile) and source.embedded:
+        held = model.ByteSize() + sum(stop - start for start, stop in source.embedded.values())
+        if held < LARGEST_FILE:
+            write_spliced(model, source.embedded, source.path, path)
+            return
+        source.complete(model)
     data = _serialized(model)
     if data is None:
         _move_out(model, path.parent, name())

@@ -20,7 +20,7 @@ import numpy as np
 from onnx import ModelProto, TensorProto
 
 from ..onnx_files import Extent, OnnxFile, tensors_of
-from ..ops import Draft, Stored
+from ..ops import Draft, Held, Stored
 from ..ranges import Places, copy_range
 from ..rounding import FloatFormat
 
@@ -40,7 +40,7 @@ class Stretch:
     file: OnnxFile
     proto: TensorProto
     extent: Extent
-    room: Room
+    room: Room | None  # None: new values are kept in memory
 
     def loaded(self) -> TensorProto:
         """A tensor like it that holds its values itself."""
@@ -64,6 +64,8 @@ class Stretch:
 
     def draft(self, fmt: FloatFormat) -> Draft:
         """Where new values of the same shape and type go."""
+        if self.room is None:
+            return Held(np.empty(tuple(self.proto.dims), fmt.stored_type))
         return self.room(self.extent, tuple(self.proto.dims), fmt)
 
 
@@ -216,12 +218,12 @@ class Rewriting:
 
 
 def stretches(file: OnnxFile, read_once: Callable[[str], bool], room: Room) -> dict[int, Stretch]:
-    """The initializers of the main graph that stay in their data files, by id() of their protos.
+    """The initializers of the main graph whose data was not read, by id() of their protos.
 
     `read_once` says whether a single operand reads the initializer of that name: only then its bytes may be replaced.
     """
     lent = set(map(id, file.lent))
-    found: dict[int, Stretch] = {}
+    found = {id(t): Stretch(file, t, file.place(t), None) for t in file.stored}
     for tensor in file.external:
         if id(tensor) not in lent:
             e = file.extents[id(tensor)]

@@ -44,7 +44,7 @@ class OnnxGraph:
         overridable, self._listed, self.notes = _overridable(self._model, freeze_initializers, respect_inputs)
         scopes = read_scopes(self._model)
         stored: dict[int, Stretch] = {}
-        if isinstance(source, OnnxFile) and source.external:
+        if isinstance(source, OnnxFile) and (source.external or source.stored):
             index = Index(self._model, scopes)
             room = NoDraft.instead if rewriting is None else rewriting.draft
             stored = stretches(source, lambda name: index.readers(scopes[0], name) == 1, room)
