@@ -48,6 +48,8 @@ def rescaled(site: Linear, grid: Grid, factors: Sequence[Array]) -> NewGrid | Re
         return found
     factor, axis = found
     fmt = grid.scale.format
+    if not np.isfinite(grid.scale.values()).all():
+        return Refusal(Reason.NOT_FINITE, site.node, "a scale of its quantized weight is not finite")
     scale = round_product(fmt, grid.scale.values(), np.where(factor == 0, 1.0, np.abs(factor)))
     span = grid.high - grid.low
     if not (np.abs(scale) <= fmt.max_finite / span).all():

@@ -7,6 +7,8 @@ import pytest
 from onnx import TensorProto
 from onnx_models import Array, check, every_node, gentle, initializer, model, norm, ops, rng_of
 
+import bnfold
+
 HEAD = "(float[N,3,6,5] x) => (float[N,4,4,3] y)"
 CONV = f"{HEAD} {{ w = DequantizeLinear<axis = 0>(q, s, z) c = Conv(x, w, b) [n] y = BN(c, n) }}"
 FLAT = "(float[N,6] x) => (float[N,4] y)"
@@ -41,45 +43,54 @@ def weight_types(m) -> set[int]:
 
 
 W = (4, 3, 3, 3)
+N = norm("n", 4, s=np.array([-0.7, 0.0, 1.3, -2.1]))
 FOLDS = {
     # A gamma of the norm is zero, another negative: integers set to the zero point, and mirrored.
-    "per-channel": (CONV, {**quantized(*W), "b": (4,), "n": 4}),
-    "unsigned": (CONV, {**quantized(*W, low=1, high=255, dtype=np.uint8, point=128), "b": (4,), "n": 4}),
-    "sixteen-bits": (CONV, {**quantized(*W, low=-30000, high=30000, dtype=np.int16), "b": (4,), "n": 4, "opset": 21}),
+    "per-channel": (CONV, {**quantized(*W), "b": (4,), **N}),
+    "unsigned": (CONV, {**quantized(*W, low=1, high=255, dtype=np.uint8, point=128), "b": (4,), **N}),
+    "sixteen-bits": (CONV, {**quantized(*W, low=-30000, high=30000, dtype=np.int16), "b": (4,), **N, "opset": 21}),
     "no-zero-point": (
-        f"{HEAD} {{ w = DequantizeLinear<axis = 0>(q, s) c = Conv(x, w) [n] y = BN(c, n) }}", {**quantized(*W), "n": 4}
+        f"{HEAD} {{ w = DequantizeLinear<axis = 0>(q, s) c = Conv(x, w) [n] y = BN(c, n) }}", {**quantized(*W), **N}
     ),
-    "one-scale-becomes-four": (CONV, {**quantized(*W, axis=None), "b": (4,), "n": 4}),
+    "one-scale-becomes-four": (CONV, {**quantized(*W, axis=None), "b": (4,), **N}),
     "one-scale-becomes-four-about-a-point": (
-        CONV, {**quantized(*W, axis=None, low=1, high=255, dtype=np.uint8, point=128), "b": (4,), "n": 4}
+        CONV, {**quantized(*W, axis=None, low=1, high=255, dtype=np.uint8, point=128), "b": (4,), **N}
     ),
     "grouped": (
         "(float[N,4,6,5] x) => (float[N,4,4,3] y) "
         "{ w = DequantizeLinear<axis = 0>(q, s, z) c = Conv<group = 2>(x, w) [n] y = BN(c, n) }",
-        {**quantized(4, 2, 3, 3), "n": 4},
+        {**quantized(4, 2, 3, 3), **N},
     ),
     "transposed": (
         "(float[N,3,4,3] x) => (float[N,4,6,5] y) "
         "{ w = DequantizeLinear<axis = 1>(q, s, z) c = ConvTranspose(x, w) [n] y = BN(c, n) }",
-        {**quantized(3, 4, 3, 3, axis=1), "n": 4},
+        {**quantized(3, 4, 3, 3, axis=1), **N},
     ),
     "gemm": (
         f"{FLAT} {{ w = DequantizeLinear<axis = 0>(q, s, z) c = Gemm<transB = 1>(x, w, b) [n] y = BN(c, n) }}",
-        {**quantized(4, 6), "b": (4,), "n": 4},
+        {**quantized(4, 6), "b": (4,), **N},
     ),
     "gemm-behind-a-transpose": (
         f"{FLAT} {{ v = DequantizeLinear<axis = 0>(q, s, z) w = Transpose(v) c = Gemm(x, w, b) [n] y = BN(c, n) }}",
-        {**quantized(4, 6), "b": (4,), "n": 4},
+        {**quantized(4, 6), "b": (4,), **N},
     ),
     "matmul": (
         f"{FLAT} {{ w = DequantizeLinear(q, s, z) c = MatMul(x, w) [n] y = BN(c, n) }}",
-        {**quantized(6, 4, axis=1), "n": 4},
+        {**quantized(6, 4, axis=1), **N},
     ),
     # The bias was a sum of integers; with a shift in it there is no integer for it.
     "quantized-bias": (
         f"{HEAD} {{ w = DequantizeLinear<axis = 0>(q, s, z) b = DequantizeLinear<axis = 0>(bq, bs) "
         "c = Conv(x, w, b) [n] y = BN(c, n) }",
-        {**quantized(*W), "bq": np.array([500, -700, 30, 0], np.int32), "bs": scales(), "n": 4},
+        {**quantized(*W), "bq": np.array([500, -700, 30, 0], np.int32), "bs": scales(), **N},
+    ),
+    "bias-with-one-scale": (
+        f"{HEAD} {{ w = DequantizeLinear<axis = 0>(q, s, z) b = DequantizeLinear(bq, bs) "
+        "c = Conv(x, w, b) [n] y = BN(c, n) }",
+        {**quantized(*W), "bq": np.array([500, -700, 30, 0], np.int32), "bs": np.float32(0.01), **N},
+    ),
+    "thirty-two-bits": (
+        CONV, {**quantized(*W, axis=None, dtype=np.int32), "b": (4,), **N},
     ),
     "forward-by-one-factor": (
         f"{HEAD} {{ r = Relu(x) [a] a = Mul(r, k) w = DequantizeLinear<axis = 0>(q, s, z) y = Conv(a, w) }}",
@@ -88,12 +99,12 @@ FOLDS = {
     "forward-depthwise": (
         "(float[N,4,6,5] x) => (float[N,4,4,3] y) { r = Relu(x) [n] a = BN(r, n) "
         "w = DequantizeLinear<axis = 0>(q, s, z) y = Conv<group = 4>(a, w) }",
-        {**quantized(4, 1, 3, 3), "n": 4},
+        {**quantized(4, 1, 3, 3), **N},
     ),
     "forward-along-the-scales": (
         "(float[N,4,6,5] x) => (float[N,3,4,3] y) { r = Relu(x) [n] a = BN(r, n) "
         "w = DequantizeLinear<axis = 1>(q, s, z) y = Conv(a, w) }",
-        {**quantized(3, 4, 3, 3, axis=1), "n": 4},
+        {**quantized(3, 4, 3, 3, axis=1), **N},
     ),
 }  # fmt: skip
 
@@ -104,7 +115,7 @@ def test_folds(text, given):
     result = check(m, folded=["n"] if "[n]" in text else [], affine=[] if "[n]" in text else ["a"])
     assert not {"BatchNormalization", "Mul"} & set(ops(result.model))
     assert weight_types(result.model) == weight_types(m)
-    assert weight_types(m) <= {TensorProto.INT8, TensorProto.UINT8, TensorProto.INT16}
+    assert TensorProto.FLOAT not in weight_types(m)
 
 
 def with_lowest(*shape: int) -> Array:
@@ -121,7 +132,7 @@ STAYS = {
         "-128 has no opposite",
     ),
     "one-scale-in-opset-12": (
-        CONV.replace("<axis = 0>", ""), {**quantized(*W, axis=None), "b": (4,), "n": 4, "opset": 12},
+        CONV.replace("<axis = 0>", ""), {**quantized(*W, axis=None), "b": (4,), **N, "opset": 12},
         "quantized-parameter", "no scales along an axis",
     ),
     "forward-across-the-scales": (
@@ -137,19 +148,23 @@ STAYS = {
         CONV, {**quantized(*W), "b": (4,), **gentle("n", 4), "n_s": np.full(4, 3e38, np.float32)},
         "overflow", "scale",
     ),
+    "scale-that-is-no-number": (
+        CONV, {**quantized(*W), "s": np.array([0.1, np.nan, 0.1, 0.1], np.float32), "b": (4,), **N},
+        "not-finite", "a scale",
+    ),
     "blocks": (
         f"{FLAT} {{ w = DequantizeLinear<axis = 0, block_size = 3>(q, s, z) c = MatMul(x, w) [n] y = BN(c, n) }}",
-        {"q": integers(6, 4), "s": scales(8).reshape(2, 4), "z": np.zeros((2, 4), np.int8), "n": 4, "opset": 21},
+        {"q": integers(6, 4), "s": scales(8).reshape(2, 4), "z": np.zeros((2, 4), np.int8), **N, "opset": 21},
         "quantized-parameter", "DequantizeLinear",
     ),
     "reshaped": (
         f"{HEAD} {{ v = DequantizeLinear<axis = 0>(q, s, z) w = Reshape(v, to) c = Conv(x, w) [n] y = BN(c, n) }}",
-        {**quantized(4, 27), "to": np.array(W), "n": 4}, "quantized-parameter", "computed from integers",
+        {**quantized(4, 27), "to": np.array(W), **N}, "quantized-parameter", "computed from integers",
     ),
     "table": (
         "(int64[N,5] i) => (float[N,5,4] y) { w = DequantizeLinear<axis = 0>(q, s, z) e = Gather(w, i) "
         "a = Transpose<perm = [0,2,1]>(e) [n] b = BN(a, n) y = Transpose<perm = [0,2,1]>(b) }",
-        {**quantized(7, 4), "n": 4}, "quantized-parameter", "its table",
+        {**quantized(7, 4), **N}, "quantized-parameter", "its table",
     ),
 }  # fmt: skip
 
@@ -174,7 +189,7 @@ def test_a_weight_that_another_layer_reads_keeps_its_scales():
         "(float[N,3,6,5] x) => (float[N,4,4,3] y, float[N,4,4,3] v) "
         "{ w = DequantizeLinear<axis = 0>(q, s, z) c = Conv(x, w) [n] y = BN(c, n) v = Conv(x, w) }"
     )
-    m = model(text, **quantized(*W), n=4)
+    m = model(text, **quantized(*W), **N)
     result = check(m, folded=["n"])
     assert ops(result.model).count("DequantizeLinear") == 2
     for name in ("q", "s", "z"):
@@ -188,6 +203,12 @@ def test_inside_a_branch():
         "then_branch = t () => (float[2,4,4,3] a) { c = Conv(x, w) [n] a = BN(c, n) },"
         "else_branch = e () => (float[2,4,4,3] b) { b = Conv(x, w) }> }"
     )
-    m = model(text, **quantized(*W), n=4)
+    m = model(text, **quantized(*W), **N)
     result = check(m, folded=["n"])
     assert ops(result.model).count("DequantizeLinear") == 2
+
+
+def test_zero_points_that_do_not_go_with_the_scales():
+    m = model(CONV, **{**quantized(*W), "z": np.zeros(3, np.int8)}, b=(4,), **N)
+    (kept,) = bnfold.plan(m).kept
+    assert kept.reasons[0].reason == "quantized-parameter"

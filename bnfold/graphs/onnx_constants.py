@@ -9,6 +9,7 @@ rounding, casts to integers) decides on the values of the run, computed in the t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -229,7 +230,9 @@ def dequantized(name: str, node: Any, operands: list[Constant | None], opset: in
         return None
     rank, vector = len(q.shape), scale.shape not in ((), (1,))
     axis = int(node.attrs.get("axis", 1))
-    if not -rank <= axis < rank or (vector and (opset < 13 or scale.shape != (q.shape[axis],))):
+    if vector and (opset < 13 or not -rank <= axis < rank or scale.shape != (q.shape[axis],)):
+        return None
+    if point is not None and point.shape != scale.shape and not (math.prod(point.shape) == 1 and not vector):
         return None
     axis = axis % rank if vector else None
     zero = np.array(0) if point is None else point.load().astype(np.int64)
@@ -246,7 +249,7 @@ def dequantized(name: str, node: Any, operands: list[Constant | None], opset: in
         return (integers() - (zero.reshape(laid) if zero.ndim else zero)) * factor
 
     fmt, dtype = scale.format, onnx.helper.tensor_dtype_to_np_dtype(scale.elem_type)
-    may_run = not vector and opset >= 13 and limits[1] < 1 << 16
+    may_run = not vector and opset >= 13
     grid = Grid(scale.tensor(), zero, integers, tuple(range(rank)), axis, may_run, *limits)
     run = lambda: round_product(fmt, load()).astype(dtype)  # noqa: E731
     return Constant(name, scale.elem_type, q.shape, load, run=run, grid=grid, dequantized=True)

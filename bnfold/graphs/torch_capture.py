@@ -25,7 +25,7 @@ from .torch_trial import eval_copy as eval_copy
 
 
 def capture(module: nn.Module, inputs: Inputs, *, static: bool = False) -> ExportedProgram:
-    """Export a module that is a private copy in eval mode, with a free batch dimension where the model allows it.
+    """Export a module in eval mode, which is not run itself, with a free batch dimension where the model allows it.
 
     `static` pins all dimensions to those of the inputs.
 
@@ -35,9 +35,10 @@ def capture(module: nn.Module, inputs: Inputs, *, static: bool = False) -> Expor
     first: Exception | None = None
     for given, dynamic in attempts:
         try:
-            shapes = _free_batch(module, given) if dynamic else None
+            trial = eval_copy(module, share_parameters=True)  # the exporter runs it, and resets its attributes
+            shapes = _free_batch(trial, given) if dynamic else None
             with quiet(), redirect_stderr(io.StringIO()), torch.no_grad():  # it prints the program where it fails
-                ep = functional(without_regions(torch.export.export(module, *given, dynamic_shapes=shapes)))
+                ep = functional(without_regions(torch.export.export(trial, *given, dynamic_shapes=shapes)))
             ep.graph.eliminate_dead_code()  # sizes the exporter asked for and did not need
         except Exception as e:
             first = first or e
@@ -81,7 +82,7 @@ def _name_calls(ep: ExportedProgram, module: nn.Module) -> None:
 def _check_runs(module: nn.Module, inputs: Inputs) -> None:
     """A module that does not run on the inputs is wrong usage, not a shortcoming of the exporter."""
     try:
-        outputs_of(module, inputs)
+        outputs_of(eval_copy(module, share_parameters=True), inputs)
     except Exception as e:
         shapes = ", ".join(str(tuple(t.shape)) for t in pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor))
         raise UsageError(f"{type(module).__name__} does not run on inputs of shape {shapes}: {first_line(e)}") from e

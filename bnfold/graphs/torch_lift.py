@@ -49,6 +49,7 @@ class Modules:
 
     norms: Mapping[str, str] = field(default_factory=dict)  # path -> class name
     hooked: frozenset[str] = frozenset()
+    called: frozenset[str] = frozenset()  # norms that a run called, where that was asked
 
 
 @dataclass(slots=True, eq=False)
@@ -146,7 +147,10 @@ class _Lifter:
         records, sites = join(records, sites, set(outputs))
         missing = [p for p in self.modules.norms if p not in self.seen]
         for path in missing:
-            why = Refusal(Reason.NOT_EXECUTED, path, "evaluation never calls it")
+            if path in self.modules.called:
+                why = Refusal(Reason.NOT_CAPTURED, path, "it is called, and the exporter saw nothing come of it")
+            else:
+                why = Refusal(Reason.NOT_EXECUTED, path, "evaluation never calls it")
             records.append(Opaque(path, (), (), self.modules.norms[path], why, norm=True))
             sites.append(Site(None, ()))
         user = [s.arg.name for s in self.ep.graph_signature.input_specs

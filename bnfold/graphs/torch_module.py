@@ -15,7 +15,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from ..folding import make_plan
-from ..ops import Program, Scale
+from ..ops import Opaque, Program, Scale
 from ..planning import Bypass, Merge, Plan
 from ..report import Reason, Refusal
 from .torch_capture import capture
@@ -23,7 +23,7 @@ from .torch_graph import TorchGraph, train_note
 from .torch_lift import Lifted, lift
 from .torch_traced import UntraceableError, trace
 from .torch_tree import Tree, modules_of
-from .torch_trial import Inputs, eval_copy
+from .torch_trial import Inputs, eval_copy, recorded_calls
 
 
 class ModuleGraph(TorchGraph):
@@ -34,8 +34,12 @@ class ModuleGraph(TorchGraph):
         self._inputs = inputs
         self._copy = eval_copy(module, share_parameters=share_parameters)
         self.notes = train_note(module)
-        super().__init__(capture(self._copy, self._inputs), modules_of(self._copy))
-        self._tree = Tree(self._copy, self.ep, self.lifted)
+        modules = modules_of(self._copy)
+        super().__init__(capture(self._copy, self._inputs), modules)
+        if any(isinstance(r, Opaque) and r.why and r.why.reason is Reason.NOT_EXECUTED for r in self.lift().records):
+            called = frozenset(recorded_calls(self._copy, self._inputs))
+            self.lifted = lift(self.ep, dataclasses.replace(modules, called=called))
+        self.tree = Tree(self._copy, self.ep, self.lifted)
         self._in_tree = True
 
     def objections(self, plan: Plan) -> Mapping[int, Refusal]:
@@ -45,11 +49,11 @@ class ModuleGraph(TorchGraph):
         """
         if not self._in_tree:
             return {}
-        unsaid = self._tree.cannot_say(plan)
+        unsaid = self.tree.cannot_say(plan)
         merges = any(isinstance(e, Merge) for e in plan.edits)
         if not self._keep_class and (merges or self._costs_norms(plan, unsaid)):
             return self._leave_tree()
-        if not unsaid and plan.edits and not self._tree.holds(plan, self._inputs):
+        if not unsaid and plan.edits and not self.tree.holds(plan, self._inputs):
             if not self._keep_class:
                 return self._leave_tree()
             return _all(plan, self.lifted.program)
@@ -64,7 +68,7 @@ class ModuleGraph(TorchGraph):
         while unsaid and not norms & unsaid.keys():
             left_out |= dict.fromkeys(unsaid, _LEFT_OUT)
             plan = make_plan(self.lifted.program, None, left_out)
-            unsaid = self._tree.cannot_say(plan)
+            unsaid = self.tree.cannot_say(plan)
         return bool(norms & unsaid.keys()) or not norms <= set(bypassed(plan))
 
     def _leave_tree(self) -> Mapping[int, Refusal]:
@@ -76,7 +80,7 @@ class ModuleGraph(TorchGraph):
     def apply(self, plan: Plan) -> tuple[Any, int]:
         """The folded module, and the bytes added."""
         if self._in_tree:
-            return self._tree.apply(plan, self._copy), 0
+            return self.tree.apply(plan, self._copy), 0
         ep, added = super().apply(plan)
         return as_module(ep), added
 
@@ -87,7 +91,7 @@ class TracedGraph:
     def __init__(self, module: nn.Module):
         self._copy = eval_copy(module)
         self._lifted: Lifted = lift(program := trace(self._copy), modules_of(self._copy))
-        self._tree = Tree(self._copy, program, self._lifted)
+        self.tree = Tree(self._copy, program, self._lifted)
         self.notes = (*train_note(module), "no input was found that the module runs on: its fx trace was folded")
 
     def lift(self) -> Program:
@@ -96,7 +100,7 @@ class TracedGraph:
 
     def objections(self, plan: Plan) -> Mapping[int, Refusal]:
         """Folds that the module tree cannot say."""
-        unsaid = self._tree.cannot_say(plan)
+        unsaid = self.tree.cannot_say(plan)
         if not unsaid and plan.edits and not self._traces_after(plan):
             unsaid = _all(plan, self._lifted.program)
         more = "; with example inputs the graph could be edited"
@@ -104,14 +108,14 @@ class TracedGraph:
 
     def _traces_after(self, plan: Plan) -> bool:
         try:
-            trace(self._tree.apply(plan, eval_copy(self._copy, share_parameters=True)))
+            trace(self.tree.apply(plan, eval_copy(self._copy, share_parameters=True)))
         except UntraceableError:
             return False
         return True
 
     def apply(self, plan: Plan) -> tuple[Any, int]:
         """The folded module; a tree edit adds no bytes."""
-        return self._tree.apply(plan, self._copy), 0
+        return self.tree.apply(plan, self._copy), 0
 
 
 RELIES = "the module's own code relies on its norms: it fails or differs"

@@ -46,6 +46,6 @@ def open_torch(model: Any, example_inputs: Any = None, *, keep_class: bool = Fal
     try:
         graph = ModuleGraph(model, inputs, keep_class)
     except CaptureError as failure:
-        graph = PartsGraph(model, inputs, keep_class, failure)
+        graph = PartsGraph(model, inputs, failure)
     graph.notes = (*notes, *graph.notes)
     return graph

@@ -3,6 +3,9 @@
 One run of the module on the example inputs tells what each child is called with. From the top down, a child that holds
 norms is captured; where that fails, its own children are tried. The parts stand in one program, and what lies between
 them is a record that nothing passes: it is not captured, and the exporter's first line says why.
+
+Folds are written into the module's tree alone: a graph in a child's place would hold for inputs of one size, would not
+call its hooks, and the module around it, which comes back as its own class, would not show that.
 """
 
 from __future__ import annotations
@@ -15,40 +18,36 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ..errors import BnfoldError, CaptureError, UsageError
+from ..errors import BnfoldError, CaptureError
 from ..ops import Opaque, Program, Record, within
 from ..planning import Plan
 from ..report import Reason, Refusal
 from .torch_graph import train_note
 from .torch_module import RELIES, ModuleGraph, bypassed
-from .torch_trial import Inputs, agrees, eval_copy, first_names, outputs_of
+from .torch_trial import Inputs, agrees, eval_copy, recorded_calls
 
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """A child that was captured: where it is, what it is called with, and at which record its own begin."""
+    """A child that was captured: where it is, and at which record its own begin."""
 
     path: str
-    inputs: Inputs
     graph: ModuleGraph
     first: int = 0
 
-    @property
-    def count(self) -> int:
-        """How many records it has."""
-        return len(self.graph.lift().records)
+    def own(self, plan: Plan) -> Plan:
+        """The edits inside the part."""
+        return plan.part(self.first, len(self.graph.lift().records))
 
 
 class PartsGraph:
     """A module is folded inside the children that can be captured. It comes back as its own class."""
 
-    def __init__(self, module: nn.Module, inputs: Inputs, keep_class: bool, failure: CaptureError):
+    def __init__(self, module: nn.Module, inputs: Inputs, failure: CaptureError):
         self._copy = eval_copy(module)
-        self._inputs, self._keep_class, self._why = inputs, keep_class, {"": str(failure)}
-        self._names = first_names(self._copy)
-        self._calls = _recorded(self._copy, inputs)
+        self._inputs, self._why = inputs, {"": str(failure)}
+        self._calls = recorded_calls(self._copy, inputs)
         self._parts = list(self._captured("", self._copy, set()))
-        self._result: tuple[Plan, nn.Module, int] | None = None
         self.notes: tuple[str, ...] = (*train_note(module), str(failure), _found(self._parts))
 
     def _captured(self, path: str, module: nn.Module, seen: set[int]) -> Iterator[Part]:
@@ -68,13 +67,10 @@ class PartsGraph:
         if not calls:
             return None
         try:
-            graph = ModuleGraph(child, calls[0], self._keep_class, share_parameters=True)
+            return Part(path, ModuleGraph(child, calls[0], True, share_parameters=True))
         except BnfoldError as e:
             self._why[path] = str(e)
             return None
-        if not self._keep_class and not all(agrees(graph.ep.module(), child, given) for given in calls[1:]):
-            graph = ModuleGraph(child, calls[0], True, share_parameters=True)  # a tree runs on inputs of other sizes
-        return Part(path, calls[0], graph)
 
     # ------------------------------------------------------------------ the port
 
@@ -118,58 +114,39 @@ class PartsGraph:
         """What the parts object to; then what the module's own code does not bear, found by trying."""
         objections: dict[int, Refusal] = {}
         for part in self._parts:
-            for i, why in part.graph.objections(plan.part(part.first, part.count)).items():
+            for i, why in part.graph.objections(part.own(plan)).items():
                 objections[part.first + i] = dataclasses.replace(why, at=f"{part.path}.{why.at}")
-        if objections:
+        if objections or self._holds(plan, self._parts):
             return objections
-        self._result = self._assembled(plan, self._parts)
-        if agrees(self._result[1], self._copy, self._inputs):
-            return {}
-        return self._blamed(plan)
+        guilty = [part for part in self._parts if not self._holds(plan, [part])] or self._parts
+        return {
+            part.first + i: Refusal(Reason.NOT_EXPRESSIBLE, part.path, RELIES)
+            for part in guilty
+            for i in bypassed(part.own(plan))
+        }
 
-    def _blamed(self, plan: Plan) -> dict[int, Refusal]:
-        """Folds without which the module's own code runs as before: those of parts that it does not bear edited."""
-        refused: dict[int, Refusal] = {}
-        self._reopen()
-        for part in self._parts:
-            own = plan.part(part.first, part.count)
-            said = dict(part.graph.objections(own))
-            if not said and not agrees(self._assembled(plan, [part])[1], self._copy, self._inputs):
-                said = {i: Refusal(Reason.NOT_EXPRESSIBLE, part.path, RELIES) for i in bypassed(own)}
-            refused |= {part.first + i: why for i, why in said.items()}
-        self._reopen()
-        every = {i: Refusal(Reason.NOT_EXPRESSIBLE, "", RELIES) for i in bypassed(plan)}
-        return refused or every
+    def _holds(self, plan: Plan, parts: list[Part]) -> bool:
+        """Whether the module runs as before with these parts edited."""
+        edited = self._edited(plan, parts, eval_copy(self._copy, share_parameters=True))
+        return agrees(edited, self._copy, self._inputs)
 
     def apply(self, plan: Plan) -> tuple[nn.Module, int]:
-        """The module with its parts folded, and the bytes added."""
-        assert self._result is not None
-        assert self._result[0].edits is plan.edits, "the plan was not asked about"
-        return self._result[1:]
+        """The module with its parts folded, and the bytes of weights that the rest of it needs as they were."""
+        before = [{id(p) for p in self._copy.get_submodule(part.path).parameters()} for part in self._parts]
+        result = self._edited(plan, self._parts, self._copy)
+        everywhere = {id(p): p for p in result.parameters()}
+        given_up: set[int] = set()
+        for part, old in zip(self._parts, before, strict=True):
+            given_up |= old - {id(p) for p in result.get_submodule(part.path).parameters()}
+        return result, sum(everywhere[k].nbytes for k in given_up & everywhere.keys())
 
-    def _assembled(self, plan: Plan, parts: list[Part]) -> tuple[Plan, nn.Module, int]:
-        result = eval_copy(self._copy, share_parameters=True)
-        modules = dict(result.named_modules(remove_duplicate=False))
-        added = 0
+    @staticmethod
+    def _edited(plan: Plan, parts: list[Part], module: nn.Module) -> nn.Module:
         for part in parts:
-            own = plan.part(part.first, part.count)
-            if not own.edits:
-                continue
-            old = modules[part.path]
-            new, more = part.graph.apply(own)
-            for path in [p for p, m in modules.items() if m is old]:
-                parent, _, name = path.rpartition(".")
-                modules[parent]._modules[name] = new
-            held = {id(p) for p in new.parameters()}
-            left = {id(p) for p in result.parameters()} - held
-            added += more + sum(p.nbytes for p in old.parameters() if id(p) in left and id(p) not in held)
-        return plan, result, added
-
-    def _reopen(self) -> None:
-        """Capture the parts again, to be edited in their trees: a plan can be carried out on a graph once."""
-        for part in self._parts:
-            child = self._copy.get_submodule(part.path)
-            part.graph = ModuleGraph(child, part.inputs, True, share_parameters=True)
+            own = part.own(plan)
+            if own.edits:
+                part.graph.tree.apply(own, module.get_submodule(part.path))
+        return module
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -179,27 +156,3 @@ def _is_norm(module: nn.Module) -> bool:
 def _found(parts: list[Part]) -> str:
     names = ", ".join(p.path for p in parts[:5]) + (f" and {len(parts) - 5} more" if len(parts) > 5 else "")
     return f"folded inside what can be captured: {names}" if parts else "none of its children can be captured either"
-
-
-def _recorded(module: nn.Module, inputs: Inputs) -> dict[str, list[Inputs]]:
-    """What each module is called with in one run, by its first path. Raises UsageError when the run fails."""
-    calls: dict[str, list[Inputs]] = {}
-    handles = []
-
-    def watch(path: str) -> Any:
-        def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            calls.setdefault(path, []).append((args, kwargs))
-
-        return record
-
-    for path, child in module.named_modules():
-        if path:
-            handles.append(child.register_forward_pre_hook(watch(path), prepend=True, with_kwargs=True))
-    try:
-        outputs_of(module, inputs)
-    except Exception as e:
-        raise UsageError(f"{type(module).__name__} does not run on the inputs") from e
-    finally:
-        for handle in handles:
-            handle.remove()
-    return calls

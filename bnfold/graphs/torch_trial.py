@@ -24,8 +24,9 @@ from ..errors import UsageError
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
-_GROSS = (1e-2, 1e-4)  # of a value, of its output's range: above the rounding of float32, below a norm left out
-_GROSS_SHORT = (0.1, 2e-2)  # the same for float16 and bfloat16
+# Of a value, and of its output's range: above the rounding of the type, below a norm left out.
+_GROSS = {torch.float64: (1e-7, 1e-9), torch.float16: (0.1, 2e-2), torch.bfloat16: (0.1, 2e-2)}
+_GROSS_SINGLE = (1e-2, 1e-4)
 
 
 def eval_copy(module: nn.Module, *, share_parameters: bool = False) -> nn.Module:
@@ -86,6 +87,30 @@ def outputs_of(module: nn.Module, inputs: Inputs) -> Any:
         torch.set_rng_state(state)
 
 
+def recorded_calls(module: nn.Module, inputs: Inputs) -> dict[str, list[Inputs]]:
+    """What each module is called with in one run, by its first path; a copy is run.
+
+    Raises UsageError when the run fails.
+    """
+    trial = eval_copy(module, share_parameters=True)
+    calls: dict[str, list[Inputs]] = {}
+
+    def watch(path: str) -> Any:
+        def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            calls.setdefault(path, []).append((args, kwargs))
+
+        return record
+
+    for path, child in trial.named_modules():
+        if path:
+            child.register_forward_pre_hook(watch(path), prepend=True, with_kwargs=True)
+    try:
+        outputs_of(trial, inputs)
+    except Exception as e:
+        raise UsageError(f"{type(module).__name__} does not run on the inputs: {first_line(e)}") from e
+    return calls
+
+
 def agrees(candidate: nn.Module, module: nn.Module, inputs: Inputs) -> bool:
     """Whether the candidate runs where the module does, and returns about the same. Changes neither's parameters."""
     try:
@@ -110,7 +135,7 @@ def _alike(got: Any, want: Any) -> bool:
     finite = torch.isfinite(want)
     if not torch.equal(finite, torch.isfinite(got)) or not finite.any():
         return not finite.any()
-    value, range_ = _GROSS_SHORT if want.dtype in (torch.float16, torch.bfloat16) else _GROSS
+    value, range_ = _GROSS.get(want.dtype, _GROSS_SINGLE)
     a, b = got[finite].double(), want[finite].double()
     return bool(((a - b).abs() <= value * b.abs() + range_ * b.abs().max()).all())
 
