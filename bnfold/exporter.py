@@ -140,17 +140,19 @@ def _folded(
     source: Any, target: Path, temporary: Path, listed: Mapping[str, bool], selection: Mapping[str, Any]
 ) -> Report:
     """Write the folded model to `temporary`, and its external data beside that under the names they will have."""
-    from .graphs.onnx_data import Rewriting
+    from .graphs.onnx_data import Aside, Rewriting
     from .graphs.onnx_graph import OnnxGraph
 
     names = data_names(source, target) if isinstance(source, OnnxFile) else {}
-    rewriting = Rewriting(source, temporary.parent, names) if names else None
+    aside = Aside(source) if isinstance(source, OnnxFile) and not names else None
+    rewriting = Rewriting(source, temporary.parent, names) if names else aside
     graph = OnnxGraph(source, **listed, rewriting=rewriting)
     planning = planned(graph, **selection)
     model, added = graph.apply(planning)
     report = planning.report.with_(bytes_added=added)
     del planning  # the new weights are in the model now, which takes as much again to be written
-    write_model(model, temporary, lambda: free_name(target, names.values()), source)
+    changed = aside.values if aside is not None else {}
+    write_model(model, temporary, lambda: free_name(target, names.values()), source, changed)
     return report
 
 

@@ -122,10 +122,13 @@ class OnnxFile:
         self.complete(self.model)
         return self.model
 
-    def complete(self, model: ModelProto) -> None:
-        """Give initializers of the model that still lack the data that was not read what they lack."""
+    def complete(self, model: ModelProto, changed: Mapping[int, Stored] | None = None) -> None:
+        """Give initializers of the model that lack their data what is in the file, or what it was changed to."""
         for tensor in model.graph.initializer:
-            if id(tensor) in self.embedded and not tensor.HasField("raw_data"):
+            values = (changed or {}).get(id(tensor))
+            if values is not None:
+                tensor.raw_data = np.ascontiguousarray(values, values.dtype.newbyteorder("<")).tobytes()
+            elif id(tensor) in self.embedded and not tensor.HasField("raw_data"):
                 tensor.raw_data = self.read(self.place(tensor))
 
     def place(self, tensor: TensorProto) -> Extent:

@@ -20,12 +20,14 @@ import numpy as np
 from .errors import InvalidFileError
 from .onnx_files import LENT, OnnxFile, locations_in
 from .onnx_wire import write_spliced
+from .ops import Stored
 from .ranges import Places
 
 if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto
 
 LARGEST_FILE = 2**31 - 1  # a protobuf message holds no more
+HEADERS = 1 << 20  # more than the tags and lengths of what is spliced into it
 PAGE = mmap.ALLOCATIONGRANULARITY  # what a runtime can map a tensor at
 
 
@@ -74,18 +76,25 @@ def _contains(path: Path, word: bytes, step: int = 1 << 20) -> bool:
     return False
 
 
-def write_model(model: ModelProto, path: Path, name: Callable[[], str], source: Any = None) -> None:
+def write_model(
+    model: ModelProto,
+    path: Path,
+    name: Callable[[], str],
+    source: Any = None,
+    changed: Mapping[int, Stored] | None = None,
+) -> None:
     """Write a model; what is too large for one file keeps its tensors in a data file beside it, called `name()`.
 
-    The model may be changed. What it lacks because it stays in the `source`, an OnnxFile, is copied from there. Raises
-    InvalidFileError when it is too large even so.
+    The model may be changed. What it lacks because it stays in the `source`, an OnnxFile, is copied from there, but for
+    `changed` values, by id() of the tensor. Raises InvalidFileError when it is too large even so.
     """
     if isinstance(source, OnnxFile) and source.embedded:
-        held = model.ByteSize() + sum(stop - start for start, stop in source.embedded.values())
-        if held < LARGEST_FILE:
-            write_spliced(model, source.embedded, source.path, path)
+        data = {**source.embedded, **(changed or {})}
+        lengths = (v.nbytes if isinstance(v, np.ndarray) else v[1] - v[0] for v in data.values())
+        if model.ByteSize() + sum(lengths) + HEADERS < LARGEST_FILE:
+            write_spliced(model, data, source.path, path)
             return
-        source.complete(model)
+        source.complete(model, changed or {})
     data = _serialized(model)
     if data is None:
         _move_out(model, path.parent, name())

@@ -16,6 +16,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
+from .ops import Stored
 from .ranges import copy_range
 
 if TYPE_CHECKING:
@@ -130,13 +133,17 @@ def _joined(data: Any, fields: Iterator[_Field]) -> bytes:
 # ---------------------------------------------------------------------- writing
 
 
-def write_spliced(model: ModelProto, ranges: Mapping[int, tuple[int, int]], source: Path, path: Path) -> int:
-    """Write a model some of whose initializers lack what lies in ranges of the source; returns the file's size.
+Data = tuple[int, int] | Stored
+"""The `raw_data` of a tensor: a range of the source file, or values."""
+
+
+def write_spliced(model: ModelProto, data: Mapping[int, Data], source: Path, path: Path) -> int:
+    """Write a model some of whose initializers lack their data, which is given by their id(); returns the file's size.
 
     The model has neither graph nor initializers afterwards.
     """
     tensors = list(model.graph.initializer)
-    missing = [None if t.HasField("raw_data") else ranges.get(id(t)) for t in tensors]
+    missing = [None if t.HasField("raw_data") else data.get(id(t)) for t in tensors]
     sizes = [t.ByteSize() if m is None else _with_data(t.ByteSize(), m) for t, m in zip(tensors, missing, strict=True)]
     del model.graph.initializer[:]
     graph_head, graph_tail = _parted(model.graph, INITIALIZER)
@@ -151,17 +158,24 @@ def write_spliced(model: ModelProto, ranges: Mapping[int, tuple[int, int]], sour
                 file.write(tensor.SerializeToString())
                 continue
             head, tail = _parted(tensor, RAW_DATA)
-            file.write(head + _prefix(RAW_DATA, place[1] - place[0]))
-            file.flush()
-            copy_range(source, *place, path, file.tell())
-            file.seek(0, os.SEEK_END)
+            file.write(head + _prefix(RAW_DATA, _length(place)))
+            if isinstance(place, tuple):
+                file.flush()
+                copy_range(source, *place, path, file.tell())
+                file.seek(0, os.SEEK_END)
+            else:
+                file.write(np.ascontiguousarray(place, place.dtype.newbyteorder("<")).data)
             file.write(tail)
         file.write(graph_tail + model_tail)
         return file.tell()
 
 
-def _with_data(size: int, place: tuple[int, int]) -> int:
-    length = place[1] - place[0]
+def _length(data: Data) -> int:
+    return data[1] - data[0] if isinstance(data, tuple) else data.nbytes
+
+
+def _with_data(size: int, data: Data) -> int:
+    length = _length(data)
     return size + len(_prefix(RAW_DATA, length)) + length
 
 

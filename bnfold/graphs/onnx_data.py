@@ -40,7 +40,7 @@ class Stretch:
     file: OnnxFile
     proto: TensorProto
     extent: Extent
-    room: Room | None  # None: new values are kept in memory
+    room: Room
 
     def loaded(self) -> TensorProto:
         """A tensor like it that holds its values itself."""
@@ -64,8 +64,6 @@ class Stretch:
 
     def draft(self, fmt: FloatFormat) -> Draft:
         """Where new values of the same shape and type go."""
-        if self.room is None:
-            return Held(np.empty(tuple(self.proto.dims), fmt.stored_type))
         return self.room(self.extent, tuple(self.proto.dims), fmt)
 
 
@@ -217,13 +215,40 @@ class Rewriting:
             Places(path, "r+b").write(offset, np.ascontiguousarray(values, values.dtype.newbyteorder("<")))
 
 
+class Aside:
+    """New values of initializers whose data was not read, kept aside until the model file is written."""
+
+    def __init__(self, file: OnnxFile):
+        self._file = file
+        self.values: dict[int, Stored] = {}  # by id() of the initializer
+
+    def replace(self, tensor: TensorProto, values: Stored) -> bool:
+        """Keep a tensor's new values; False when its old ones are in the model."""
+        if id(tensor) not in self._file.embedded:
+            return False
+        self.values[id(tensor)] = values
+        return True
+
+    def add(self, tensor: TensorProto, values: Stored, like: TensorProto | None) -> bool:
+        """New tensors hold their values themselves."""
+        return False
+
+    def finish(self, model: ModelProto) -> None:
+        """Nothing is left to do."""
+
+
+def memory(extent: Extent, shape: tuple[int, ...], fmt: FloatFormat) -> Draft:
+    """Room in memory."""
+    return Held(np.empty(shape, fmt.stored_type))
+
+
 def stretches(file: OnnxFile, read_once: Callable[[str], bool], room: Room) -> dict[int, Stretch]:
     """The initializers of the main graph whose data was not read, by id() of their protos.
 
     `read_once` says whether a single operand reads the initializer of that name: only then its bytes may be replaced.
     """
     lent = set(map(id, file.lent))
-    found = {id(t): Stretch(file, t, file.place(t), None) for t in file.stored}
+    found = {id(t): Stretch(file, t, file.place(t), memory) for t in file.stored}
     for tensor in file.external:
         if id(tensor) not in lent:
             e = file.extents[id(tensor)]

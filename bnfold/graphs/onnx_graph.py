@@ -13,7 +13,7 @@ from ..onnx_files import OnnxFile
 from ..ops import Program
 from ..planning import Plan
 from ..report import Refusal
-from .onnx_data import NoDraft, Rewriting, Stretch, stretches
+from .onnx_data import Aside, NoDraft, Rewriting, Stretch, stretches
 from .onnx_index import Index
 from .onnx_lift import Lifted, lift
 from .onnx_scopes import read_scopes
@@ -34,7 +34,7 @@ class OnnxGraph:
         *,
         freeze_initializers: bool = False,
         respect_inputs: bool = False,
-        rewriting: Rewriting | None = None,
+        rewriting: Rewriting | Aside | None = None,
     ):
         if isinstance(source, OnnxFile):
             self._model = source.model
@@ -46,7 +46,7 @@ class OnnxGraph:
         stored: dict[int, Stretch] = {}
         if isinstance(source, OnnxFile) and (source.external or source.stored):
             index = Index(self._model, scopes)
-            room = NoDraft.instead if rewriting is None else rewriting.draft
+            room = rewriting.draft if isinstance(rewriting, Rewriting) else NoDraft.instead
             stored = stretches(source, lambda name: index.readers(scopes[0], name) == 1, room)
         self._rewriting = rewriting
         self._lifted: Lifted = lift(scopes, overridable, stored)

@@ -13,7 +13,7 @@ from ..ops import Kind, Linear, Scale, Stored
 from ..quantized import NewGrid
 from ..rounding import FloatFormat, round_product
 from .onnx_constants import FORMAT_OF, type_of_range
-from .onnx_data import Rewriting
+from .onnx_data import Aside, Rewriting
 from .onnx_index import Index
 from .onnx_lift import Lifted
 from .onnx_scopes import Scope
@@ -26,7 +26,9 @@ ELEM_TYPE = {fmt: elem for elem, fmt in FORMAT_OF.items()}
 class Writer:
     """Carries out edits, one at most for each record; `finish` removes what they made superfluous."""
 
-    def __init__(self, model: ModelProto, lifted: Lifted, listed: frozenset[str], rewriting: Rewriting | None = None):
+    def __init__(
+        self, model: ModelProto, lifted: Lifted, listed: frozenset[str], rewriting: Rewriting | Aside | None = None
+    ):
         self._model, self._lifted, self._listed, self._rewriting = model, lifted, listed, rewriting
         self._index = Index(model, lifted.scopes)
         self._released: list[tuple[Scope, str]] = []
