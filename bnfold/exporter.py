@@ -126,6 +126,8 @@ def _from_onnx(
     path = source if isinstance(source, Path) else None
     file = None if path is None else open_onnx(path)
     size = None if file is None else file.bytes
+    if file is not None and target.exists() and any(target.samefile(file.folder / p) for p in file.locations):
+        raise UsageError(f"{target} holds the weights of {path}: pass -o with another path")
     superseded = superseded_data(target, file)
     with staged(target, superseded) as temporary:
         (checks["progress"] or (lambda _: None))("folding")

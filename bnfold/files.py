@@ -15,7 +15,7 @@ from pathlib import Path
 from .errors import InvalidFileError, UsageError
 
 PART = ".part"  # how the names of hidden folders end
-RECORD = ".record"  # in there: which files are placed beside the output, and which are removed in the end
+RECORD = ".bnfold.record"  # in there: which files are placed beside the output, and which are removed in the end
 
 
 def default_output(source: Path, verb: str) -> Path:

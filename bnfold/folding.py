@@ -402,11 +402,15 @@ class _Driver:
         return [found[i] for i in sorted(found)]
 
     def _way(self, site: int) -> str:
-        """Where a scale's map went in the end: a scale that took it in may have gone another way."""
+        """Where a scale's map went; a scale that took it in backward may itself have gone another way.
+
+        Only what went backward all the way leaves a value that is no longer the one in front of it.
+        """
         direction, move = self.folds[site]
-        if direction == "merge":
+        if direction != "backward":
             return direction
-        ends = {self._way(a.site) if a.site in self.folds else a.direction for a in move.absorbed} - {"merge"}
+        ends = {self._way(a.site) for a in move.absorbed if a.site in self.folds} - {"merge"}
+        ends |= {a.direction for a in move.absorbed if a.site not in self.folds}
         return ends.pop() if len(ends) == 1 else "both" if ends else direction
 
     def taken(self) -> dict[int, tuple[int, ...]]:

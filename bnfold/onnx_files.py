@@ -28,6 +28,7 @@ from .ranges import Places
 if TYPE_CHECKING:
     from onnx import ModelProto, TensorProto
 
+LONGEST = 1024  # characters of a data file's name
 LENT = 1024  # bytes; smaller tensors may be shapes, which shape inference wants to see
 ITEM_BYTES = {
     "FLOAT": 4, "DOUBLE": 8, "FLOAT16": 2, "BFLOAT16": 2, "COMPLEX64": 8, "COMPLEX128": 16, "BOOL": 1,
@@ -238,6 +239,10 @@ class _Checks:
 
     def _size(self, tensor: str, location: str) -> int:
         path = self.path
+        if "\0" in location or len(location) > LONGEST:
+            raise InvalidFileError(
+                f"{path}: the data of '{tensor}' is said to be in a file that cannot exist; do not use it"
+            )
         file = path.parent / location  # an absolute location replaces the folder
         if not _is_inside(path.parent, location):
             raise InvalidFileError(

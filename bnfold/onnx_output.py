@@ -52,12 +52,12 @@ def free_name(output: Path, taken: Collection[str] = ()) -> str:
 
 def superseded_data(output: Path, source: OnnxFile | None = None) -> tuple[Path, ...]:
     """Data files of the model that the output replaces which are of no use to anyone afterwards."""
-    if not output.is_file() or not _contains(output, b"location"):
-        return ()
+    if not output.is_file() or output.is_symlink() or output.stat().st_nlink > 1 or not _contains(output, b"location"):
+        return ()  # what goes by several names is still there under the others
     in_place = source is not None and output.samefile(source.path)
     needed = set[Path]() if source is None or in_place else {(source.folder / p).resolve() for p in source.locations}
     found = [f for f in (output.parent / name for name in locations_in(output)) if f.is_file() and f.suffix != ".onnx"]
-    others = [f for f in output.parent.glob("*.onnx") if f.is_file() and not f.samefile(output)]
+    others = [f for f in output.parent.iterdir() if f.is_file() and f not in found and not f.samefile(output)]
     return tuple(
         f for f in found
         if not f.samefile(output) and f.resolve() not in needed

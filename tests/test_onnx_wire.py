@@ -118,13 +118,16 @@ def test_what_is_cut_short_is_said_as_before(tmp_path):
     path, data = tmp_path / "m.onnx", built().SerializeToString()
     for end in sorted({*range(0, 400, 7), *range(400, len(data), 997), len(data) - 1}):
         path.write_bytes(data[:end])
+        refused = None
         try:
             found = open_onnx(path).load()
         except bnfold.BnfoldError as e:
-            assert str(path) in str(e)
-            assert "\n" not in str(e)
-        else:
+            refused = str(e)
+        if refused is None:
             assert found == onnx.load_model_from_string(data[:end])
+        else:
+            assert str(path) in refused
+            assert "\n" not in refused
 
 
 def test_a_length_that_the_shape_does_not_ask_for_is_parsed_whole(tmp_path):

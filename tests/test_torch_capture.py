@@ -141,6 +141,9 @@ TRACED = {
         ["b.bn"],
         {"a.bn": "hooked"},
     ),
+    "a-branch-that-a-default-decides": (
+        lambda: Net(with_mask, conv=same(), bn=bn(4), other=bn(4)), ["bn"], {"other": "not-executed"}
+    ),
     "a-default-argument": (
         lambda: Net(with_default, conv=same(), bn=bn(4)),
         ["bn"],
@@ -159,6 +162,21 @@ def augmented(self, x, y):
     w = self.bn(z)
     w += 1.0
     return self.conv2(w), z
+
+
+def with_mask(self, x, y, mask=None):
+    z = self.bn(self.conv(x)) + y
+    return z if mask is None else self.other(z)
+
+
+def if_a_tensor(self, x, y):
+    z = self.conv(x)
+    return (self.bn(z) if isinstance(z, torch.Tensor) else z) + y
+
+
+def if_of_a_type(self, x, y):
+    z = self.conv(x)
+    return (z if z.dtype is torch.float64 else self.bn(z)) + y
 
 
 def with_default(self, x, y, scale=None):
@@ -218,6 +236,16 @@ def test_what_cannot_be_traced_either():
         bnfold.fold(module)
 
 
+@pytest.mark.parametrize(
+    ("forward", "said"),
+    [(if_of_a_type, "the module asks for the dtype of a value"), (if_a_tensor, "Net calls isinstance")],
+)
+def test_questions_without_an_answer(forward, said):
+    """A value of the trace is of no type and kind, so that the branch for it would be a guess."""
+    with pytest.raises(UsageError, match=said):
+        bnfold.fold(double(Net(forward, conv=same(), bn=bn(4))))
+
+
 def test_inferred_inputs_are_named():
     module = double(Chain(conv=conv(), bn=bn(8)))
     assert "input 2x4x224x224 was inferred" in bnfold.fold(module).report.notes[0]
@@ -260,6 +288,16 @@ def reading(self, x):
 
 def tied(self, x):
     return positive(self.body(x)) + self.other(x)
+
+
+def sharing() -> nn.Module:
+    net = Net(tied, body=block(4, 8), other=Chain())
+    net.other.conv = net.body.conv
+    return net
+
+
+def beside(self, x):
+    return self.script(positive(self.body(x)))
 
 
 def a_little(self, x):
@@ -343,6 +381,10 @@ PARTS = {
     "reading-what-a-hook-stored": (storing, ["body.bn"], {}),
     "through-a-dictionary": (
         lambda: Net(through_a_dictionary, body=Net(into_it, conv=conv(), bn=bn(8))), [], {"body.bn": "not-captured"}
+    ),
+    "a-layer-that-others-hold": (sharing, ["body.bn"], {}),
+    "beside-a-script": (
+        lambda: Net(beside, body=block(), script=torch.jit.script(block(8, 8).eval().double())), ["body.bn"], {}
     ),
     "a-little-of-a-weight": (lambda: Net(a_little, body=block()), [], {"body.bn": "not-expressible"}),
     "no-norm": (lambda: Net(at_the_end, body=Chain(conv=conv())), [], {}),

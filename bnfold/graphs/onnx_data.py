@@ -143,7 +143,7 @@ class Rewriting:
 
     def __init__(self, file: OnnxFile, folder: Path, locations: Mapping[str, str]):
         self._file, self._locations = file, locations
-        self._waiting, self._waiting_end = folder / ".appended", 0
+        self._waiting, self._waiting_end = folder / ".bnfold.appended", 0
         self._data: dict[str, _DataFile] = {}
         for location, name in locations.items():
             source = file.folder / location

@@ -145,8 +145,22 @@ class PartsGraph:
         for part in parts:
             own = part.own(plan)
             if own.edits:
-                part.graph.tree.apply(own, module.get_submodule(part.path))
+                part.graph.tree.apply(own, _own_child(module, part.path))
         return module
+
+
+def _own_child(module: nn.Module, path: str) -> nn.Module:
+    """The child at a path; a copy of it takes its place where others hold modules that are inside it."""
+    child = module.get_submodule(path)
+    inside = set(map(id, child.modules())) - {id(child)}
+    places = list(module.named_modules(remove_duplicate=False))
+    homes = [p for p, m in places if m is child]
+    if not any(id(m) in inside for p, m in places if not p.startswith(tuple(f"{h}." for h in homes))):
+        return child
+    copied = eval_copy(child, share_parameters=True)
+    for parent, _, name in (home.rpartition(".") for home in homes):
+        module.get_submodule(parent)._modules[name] = copied
+    return copied
 
 
 def _is_norm(module: nn.Module) -> bool:

@@ -10,6 +10,7 @@ over (batch, channels, length) are the same module.
 from __future__ import annotations
 
 import copy
+import inspect
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -60,8 +61,9 @@ def trace(module: nn.Module) -> TracedProgram:
     """Lower the fx trace of a module in eval mode. Raises UntraceableError in one line."""
     try:
         with quiet():
+            _check_questions(module)
             tracer = _Tracer()
-            traced = fx.GraphModule(module, tracer.trace(module))
+            traced = fx.GraphModule(module, tracer.trace(module, concrete_args=_defaults(module)))
             fake = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
             with FakeCopyMode(fake):
                 weightless = copy.deepcopy(traced)
@@ -83,12 +85,52 @@ def trace(module: nn.Module) -> TracedProgram:
 
 
 class _Proxy(fx.Proxy):
-    """`x += y` as the operation in place that it is; fx traces it as `x + y`."""
+    """A value of the trace.
+
+    `x += y` is the operation in place that it is; fx traces it as `x + y`. What a branch may ask of a tensor without an
+    operation, its type above all, has no answer: a wrong one would be a wrong branch.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _UNANSWERED:
+            raise UntraceableError(f"the module asks for the {name} of a value")
+        if not hasattr(torch.Tensor, name):
+            raise AttributeError(f"a tensor has no attribute {name!r}")
+        return super().__getattr__(name)
+
+
+_UNANSWERED = {"device", "dtype", "is_cuda", "is_sparse", "layout", "requires_grad"}
 
 
 class _Tracer(fx.Tracer):
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)
+
+
+def _check_questions(module: nn.Module) -> None:
+    """Raise where Python code asks what kind of thing a value is: of a value of the trace the answer would be wrong."""
+    for path, m in module.named_modules():
+        if type(m).__module__.startswith("torch.nn."):
+            continue
+        asked = _names_in(getattr(type(m).forward, "__code__", None)) & _OF_KIND
+        if asked:
+            raise UntraceableError(f"{path or type(m).__name__} calls {min(asked)}, which depends on the inputs' kind")
+
+
+def _names_in(code: Any) -> set[str]:
+    """Global names and attributes that a function uses, and functions within it."""
+    if code is None:
+        return set()
+    return set(code.co_names).union(*(_names_in(c) for c in code.co_consts if hasattr(c, "co_names")))
+
+
+_OF_KIND = {"callable", "id", "is_tensor", "isinstance", "issubclass", "type"}
+
+
+def _defaults(module: nn.Module) -> dict[str, Any]:
+    """What a call leaves out: parameters with a default have it, and the trace takes the branches of such a call."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
 
 
 def _in_place(op: Any) -> Callable[[Any, Any], Any]:

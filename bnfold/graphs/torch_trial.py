@@ -102,7 +102,7 @@ def recorded_calls(module: nn.Module, inputs: Inputs) -> dict[str, list[Inputs]]
         return record
 
     for path, child in trial.named_modules():
-        if path:
+        if path and not isinstance(child, torch.jit.ScriptModule):  # those take no hooks
             child.register_forward_pre_hook(watch(path), prepend=True, with_kwargs=True)
     try:
         outputs_of(trial, inputs)
