@@ -126,7 +126,8 @@ def _from_onnx(
     path = source if isinstance(source, Path) else None
     file = None if path is None else open_onnx(path)
     size = None if file is None else file.bytes
-    if file is not None and target.exists() and any(target.samefile(file.folder / p) for p in file.locations):
+    data = () if file is None or not target.exists() or target.samefile(file.path) else file.locations
+    if file is not None and any(target.samefile(file.folder / p) for p in data):
         raise UsageError(f"{target} holds the weights of {path}: pass -o with another path")
     superseded = superseded_data(target, file)
     with staged(target, superseded) as temporary:
