@@ -1,0 +1,7 @@
+"""`python -m tests.mutants`."""
+
+import sys
+
+from .run import main
+
+sys.exit(main())
