@@ -316,6 +316,22 @@ def test_branches_that_do_not_fit_stay_apart(body):
     assert not [f for f in result.report.folded if f.direction == "merge"]
 
 
+@pytest.mark.parametrize(
+    ("values", "nodes", "given"),
+    [
+        # One result is a single position, the same for each of the other's.
+        ("float[N,3,4,4] x) => (float[N,3,4,4] y", "a = Conv(x, w) b = Conv(x, v) y = Add(a, b)",
+         {"w": (3, 3, 4, 4), "v": (3, 3, 1, 1)}),
+        # The value is one channel, the same for each of the layer's.
+        ("float[N,1,4,4] x) => (float[N,3,4,4] y", "a = Conv<pads=[1,1,1,1]>(x, w) y = Add(a, x)", {"w": (3, 1, 3, 3)}),
+    ],
+    ids=["positions", "channels"],
+)  # fmt: skip
+def test_branches_that_are_broadcast_stay_apart(values, nodes, given):
+    result = check(model(f"({values}) {{ {nodes} }}", **given))
+    assert not result.report.folded
+
+
 def test_a_repvgg_block_is_one_convolution():
     body = (
         "a = Conv<pads=[1,1,1,1]>(x, w) [n3] a1 = BN(a, n) b = Conv(x, v) [n1] b1 = BN(b, m) [n0] i = BN(x, o)"
