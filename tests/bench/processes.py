@@ -35,7 +35,10 @@ class Runs:
 def run(runs: Runs, command: Sequence[str], output: Path, *, required: bool = True) -> None:
     """Run a command and flush what it wrote to the disk; add what that took."""
     started = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=None if required else subprocess.DEVNULL)
+    compiled = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}  # as an installed package is
+    process = subprocess.Popen(
+        command, env=compiled, stdout=subprocess.DEVNULL, stderr=None if required else subprocess.DEVNULL
+    )
     while process.poll() is None:
         runs.memory = max(runs.memory, peak(process.pid))
         time.sleep(0.005)
