@@ -35,6 +35,12 @@ def behind_conv(norm: nn.Module) -> nn.Module:
     return Chain(conv=conv(), bn=norm)
 
 
+def forward_replaced(chain: nn.Module) -> nn.Module:
+    """A norm that no longer normalises: somebody gave the instance another forward."""
+    chain.bn.forward = lambda x: x * 2
+    return chain
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -342,6 +348,13 @@ def test_norms_in_a_row(case: Case):
             image(),
             kept={"bn": "not-captured"},
             left=1,
+        ),
+        row(
+            "forward-replaced",
+            lambda: forward_replaced(Chain(conv=conv(), bn=bn(8))),
+            image(),
+            kept={"bn": "not-captured"},
+            left=0,
         ),
         row("alone", lambda: Net(lambda s, x: s.bn(x), bn=bn(4)), image(), kept={"bn": "model-input model-output"}),
         row(

@@ -190,8 +190,6 @@ def _arithmetic(n: Node) -> Record:
     op = {"add": "Add", "sub": "Sub", "rsub": "Sub", "mul": "Mul", "div": "Div"}[n.op]
     path, cls = path_of(n.node)
     module = path if any(word in cls.rpartition(".")[2].lower() for word in ("norm", "bn")) else None
-    if module:
-        n.lifter.seen.add(module.split("#")[0])
     return Scale(n.label, x.name, n.name, m, kind, op, FORMAT_OF[value.dtype], module=module)
 
 

@@ -145,10 +145,12 @@ class _Lifter:
                 records += nested
                 sites += [Site(None, (node,))] * len(nested)
         records, sites = join(records, sites, set(outputs))
+        spelled = {r.module for r in records if isinstance(r, Scale) and r.is_norm and r.module}
+        self.seen |= {path.split("#")[0] for path in spelled}
         missing = [p for p in self.modules.norms if p not in self.seen]
         for path in missing:
             if path in self.modules.called:
-                why = Refusal(Reason.NOT_CAPTURED, path, "it is called, and the exporter saw nothing come of it")
+                why = Refusal(Reason.NOT_CAPTURED, path, "it is called, but no normalization comes of it")
             else:
                 why = Refusal(Reason.NOT_EXECUTED, path, "evaluation never calls it")
             records.append(Opaque(path, (), (), self.modules.norms[path], why, norm=True))
