@@ -310,8 +310,9 @@ class _Driver:
     def merge(self) -> bool:
         """Merge what is only added: one pass over the sums; whether any merge was made."""
         before = len(self.merges)
+        misfits = {scale for _, scale in self.barred}  # a merge is barred by its sum
         for i, r in enumerate(self.records):
-            done = i in self.merges or i in self.refused or (i, i) in self.barred
+            done = i in self.merges or i in self.refused or i in misfits
             if isinstance(r, Sum) and not done:
                 self._merge(i, r)
         return len(self.merges) > before

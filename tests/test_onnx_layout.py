@@ -332,6 +332,25 @@ def test_branches_that_are_broadcast_stay_apart(values, nodes, given):
     assert not result.report.folded
 
 
+def test_branches_whose_sum_overflows_stay_apart():
+    large = np.full((3, 3, 1, 1), 6e4)
+    m = model(
+        "(float16[2,3,6,5] x) => (float16[N,M,H,W] y) { a = Conv(x, v) b = Conv(x, u) y = Add(a, b) }",
+        dtype=np.float16, v=large, u=large,
+    )  # fmt: skip
+    assert not check(m).report.folded
+
+
+def test_a_maximum_whose_place_is_read_stays():
+    """A scale of zero would make all places equal."""
+    m = model(
+        "(float[2,3,6,5] x) => (float[N,M,H,W] y, int64[N,M,H,W] places) "
+        "{ c = Conv(x, w) p, places = MaxPool<kernel_shape=[2,2]>(c) [n] y = BN(p, n) }",
+        w=(4, 3, 1, 1), **norm("n", 4, s=np.array([0.7, 0.0, 0.4, 2.0])),
+    )  # fmt: skip
+    check(m, kept={"n": "unsupported-op"})
+
+
 def test_a_repvgg_block_is_one_convolution():
     body = (
         "a = Conv<pads=[1,1,1,1]>(x, w) [n3] a1 = BN(a, n) b = Conv(x, v) [n1] b1 = BN(b, m) [n0] i = BN(x, o)"
