@@ -238,8 +238,10 @@ class _Driver:
             return Refusal(Reason.MODEL_OUTPUT, name, f"{name} is an output of the model")
         if value in self.pinned:
             return self.pinned[value]
-        if value not in self.producer:
+        if value in self.program.inputs:
             return Refusal(Reason.MODEL_INPUT, value, f"nothing stands before it but {value}")
+        if value not in self.producer:
+            return Refusal(Reason.UNSUPPORTED_OP, value, f"{value} is a constant that no layer owns")
         index, position = self.producer[value]
         record = self.records[index]
         if len(readers) != 1:

@@ -149,6 +149,7 @@ DYNAMIC = {  # nodes that make b depend on an input, and what the report says
     "input": ("b = Identity(d)", "computed at run time by Identity"),
     "input-itself": ("q = Identity(d)", "b is an input"),
     "random": ("b = RandomNormal<shape=[4]>()", "computed at run time by RandomNormal"),
+    "random-like-a-constant": ("b = RandomNormalLike(b0)", "computed at run time by RandomNormalLike"),
     "unknown-shape": ("s = Shape<start=0, end=1>(d) b = ConstantOfShape(s)", "computed at run time by ConstantOfShape"),
     "foreign": ("b = acme.Make(b0)", "computed at run time by Make"),
     "dropout": ("b = Dropout(b0, half, yes)", "computed at run time by Dropout"),

@@ -131,6 +131,8 @@ CHANNELS = {  # name: (body, channels of the norm, what becomes of it)
     "concat": ("a = Conv(x, w1) b = Conv(x, w8) c = Concat<axis=1>(a, b) [n] y = BN(c, n)", 9, "folds"),
     "concat-one-refuses": (
         "a = Sigmoid(x) b = Conv(x, w8) c = Concat<axis=1>(b, a) [n] y = BN(c, n)", 12, "unsupported-op"),
+    "concat-one-is-constant": ("a = Conv(x, w1) c = Concat<axis=1>(a, k) [n] y = BN(c, n)", 3, "unsupported-op"),
+    "concat-one-is-constant-in-front": ("[n] b = BN(x, n) c = Concat<axis=1>(b, k) y = Conv(c, w6)", 4, "folds"),
     "concat-one-part-in-front": (
         "a = Sigmoid(x) [n] b = BN(x, n) c = Concat<axis=1>(a, b, a, a) y = Conv(c, w16)", 4, "folds"),
     "split-one-part": ("c = Conv(x, w8) p, q = Split<axis=1>(c, parts) [n] y = BN(p, n) z = Sigmoid(q)", 3, "folds"),
@@ -145,6 +147,7 @@ CHANNELS = {  # name: (body, channels of the norm, what becomes of it)
     "embedding-of-a-sequence": ("e = Gather(table, ii) t = Transpose<perm=[0,2,1]>(e) [n] y = BN(t, n)", 5, "folds", 3),
 }  # fmt: skip
 OPERANDS = {
+    "w6": (3, 6, 1, 1), "k": (2, 2, 4, 6),
     "w0": (3, 1, 1, 1), "w1": (1, 4, 1, 1), "w8": (8, 4, 1, 1), "v8": (8, 4, 1, 1), "w16": (3, 16, 1, 1),
     "w2": (3, 2, 1, 1), "w3": (2, 3, 1, 1), "w4": (3, 4, 1, 1), "fc": (96, 3), "few": (4, 3), "table": (7, 5),
     "split": np.array([0, 2, 4, 4, 6]), "whole": np.array([0, 8, 4, 6]), "from": np.array([2]), "to": np.array([5]),

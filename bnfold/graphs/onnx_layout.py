@@ -275,9 +275,9 @@ def _shuffled(n: Node, split: Shape, order: tuple[int, ...]) -> list[Record]:
 
 
 def concat(n: Node) -> Records:
-    """Concatenation of activations (a constant part cannot take a map in)."""
+    """Concatenation."""
     shape = n.shape(n.value(0))
-    if shape is None or any(n.constant(k) is not None for k in range(len(n.node.inputs))):
+    if shape is None:
         return n.opaque()
     values = tuple(n.value(k) for k in range(len(n.node.inputs)))
     return Concat(n.name, values, n.result(), n.attr("axis", 1) % len(shape))

@@ -189,8 +189,8 @@ FOLDING = [
     ),
     Mutant(
         "captured-value-changed", "folding.py",
-        "            return self.pinned[value]\n        if value not in self.producer:",
-        "            pass\n        if value not in self.producer:",
+        "            return self.pinned[value]\n        if value in self.program.inputs:",
+        "            pass\n        if value in self.program.inputs:",
     ),
     Mutant(
         "one-reader-is-enough", "folding.py",
