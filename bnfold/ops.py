@@ -37,8 +37,12 @@ class Draft(Protocol):
     So a weight need not be held whole: whoever lends the old one decides where the new one is kept.
     """
 
+    def space(self, start: int, stop: int) -> Stored:
+        """An array for rows `start` to `stop`, to be filled and `put` before the next one is asked for."""
+        ...
+
     def put(self, start: int, rows: Stored) -> None:
-        """Keep rows `start` and on of the new weight, as stored."""
+        """Keep what `space` gave, as stored."""
         ...
 
     def values(self) -> Stored:
@@ -52,9 +56,12 @@ class Held:
 
     array: Stored
 
+    def space(self, start: int, stop: int) -> Stored:
+        """The rows themselves."""
+        return self.array[start:stop]
+
     def put(self, start: int, rows: Stored) -> None:
-        """Keep rows in memory."""
-        self.array[start : start + len(rows)] = rows
+        """Nothing is left to do."""
 
     def values(self) -> Stored:
         """The array itself."""
@@ -82,7 +89,10 @@ class Tensor:
         return self.format.unpack(self.read())
 
     def rows(self) -> Callable[[int, int], Stored]:
-        """What returns rows as stored, from `start` to `stop`; without `open_rows`, all of them are read here."""
+        """What returns rows as stored, from `start` to `stop`, which hold until it is called again.
+
+        Without `open_rows`, all of them are read here.
+        """
         if self.open_rows is not None:
             return self.open_rows()
         whole = self.read()

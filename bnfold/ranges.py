@@ -5,11 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
 
 from .ops import Stored
+from .scratch import Scratch
 
 STEP = 1 << 25  # bytes asked of the kernel at a time
 BUFFER = 1 << 20  # bytes held where the kernel does not copy by itself
@@ -57,6 +61,34 @@ class Places:
         with self._lock:
             self._file.seek(offset)
             return self._file.write(view) or 0
+
+
+class Writer:
+    """Writes arrays on a thread of its own, in the order given, so that the processor need not wait for a file.
+
+    At most one array is waiting to be written, so that two spaces in turn are enough to work on.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, "bnfold-writer")
+        self._last: Future[None] | None = None
+        self._next, self._other = Scratch(), Scratch()
+
+    def space(self, shape: tuple[int, ...], stored: np.dtype[Any]) -> Stored:
+        """An array to be filled and written before the next one is asked for."""
+        return self._next.array(shape, stored)
+
+    def write(self, file: Places, offset: int, values: Stored) -> None:
+        """Have a contiguous array written. Raises what became of the one before: OSError."""
+        self.wait()
+        self._last = self._pool.submit(file.write, offset, values)
+        self._next, self._other = self._other, self._next
+
+    def wait(self) -> None:
+        """Until everything is written. Raises OSError when it could not be."""
+        last, self._last = self._last, None
+        if last is not None:
+            last.result()
 
 
 def _bytes_of(array: Stored) -> memoryview:

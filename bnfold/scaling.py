@@ -19,6 +19,7 @@ from .affine import Array
 from .ops import Stored
 from .report import Reason
 from .rounding import FLOAT32, FloatFormat, round_product
+from .scratch import Scratch
 
 PIECE = 1 << 15  # elements worked on at a time, so that temporaries stay in the cache
 TAME = 2.0**300  # float64 products of float32 numbers and two scales below this neither overflow nor lose a normal one
@@ -33,29 +34,30 @@ def scale_rows(fmt: FloatFormat, rows: Stored, factors: Sequence[Array], out: St
     Returns the first reason why a product cannot be held: `overflow`, `not-finite`, or `underflow` where a normal
     number becomes zero though no factor is.
     """
-    if rows.size <= PIECE:
-        return _scale_piece(fmt, rows, factors, out)
-    for piece in _pieces(rows.shape):
-        reason = _scale_piece(fmt, rows[piece], [f[_cut(f, piece)] for f in factors], out[piece])
+    quick = fmt is FLOAT32 and all(np.abs(f).max(initial=0) < TAME for f in factors)
+    products, sizes = Scratch(), Scratch()
+    for at in _pieces(rows.shape):
+        piece, scales, new = rows[at], [f[_cut(f, at)] for f in factors], out[at]
+        product = products.array(piece.shape, np.dtype(np.float64))
+        size = sizes.array(piece.shape, np.dtype(np.float32))
+        if quick and _quick(piece, scales, new, product, size):
+            continue
+        reason = _exact(fmt, piece, scales, new)
         if reason is not None:
             return reason
     return None
 
 
-def _scale_piece(fmt: FloatFormat, rows: Stored, scales: Sequence[Array], out: Stored) -> Reason | None:
-    quick = fmt is FLOAT32 and all(np.abs(s).max(initial=0) < TAME for s in scales)
-    if quick and _quick(rows, scales, out):
-        return None
-    return _exact(fmt, rows, scales, out)
+def _quick(rows: Stored, scales: Sequence[Array], out: Stored, product: Array, size: NDArray[np.float32]) -> bool:
+    """Whether the products are written to `out`; not where one is not finite or may have become zero.
 
-
-def _quick(rows: Stored, scales: Sequence[Array], out: Stored) -> bool:
-    """Whether the products are written to `out`; not where one is not finite or may have become zero."""
-    product = rows.astype(np.float64)
+    `product` and `size` are arrays of the same shape to work with.
+    """
+    np.copyto(product, rows)
     for s in scales:
         np.multiply(product, s, out=product)
     np.copyto(out, product, casting="same_kind")
-    size = np.abs(out)
+    np.abs(out, out=size)
     if not size.max(initial=0) <= FLOAT32.max_finite:
         return False
     small: NDArray[np.bool_] | None = None

@@ -8,19 +8,16 @@ With the weight viewed as `[G, dim0/G, dim1, *taps]`, both sides of every kind o
 where `(s_in, t_in)` is the map that used to be applied to the input and `(s_out, t_out)` the one that used to be
 applied to the output. Weights are computed from the original values and rounded once.
 
-A weight may be larger than memory: it is read once, in blocks of rows, on a few threads; each block is scaled, put
-where the new weight is kept, and summed up against the shift of the input, all while it is in the processor's cache.
-Blocks follow from the shape alone and are put together in their order, so that the result does not depend on threads.
+A weight may be larger than memory: it is read once, in blocks of rows; each block is scaled, put where the new weight
+is kept, and summed up against the shift of the input, all while it is in the processor's cache. One thread computes:
+numpy hands the interpreter's lock on at every operation, which for pieces that fit into a cache costs more than a
+second thread brings. What is written to a file is written behind its back (`ranges.Writer`).
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 
@@ -31,11 +28,7 @@ from .report import Reason, Refusal
 from .rounding import Accumulator, FloatFormat
 from .scaling import PIECE, scale_rows
 
-BLOCK = 4 * PIECE  # elements of a weight that are read at a time; one row at least
-RUN = 16  # blocks that a thread takes at a time
-THREADS = 4  # more of them wait for memory and for the disk
-
-T = TypeVar("T")
+BLOCK = 8 * PIECE  # elements of a weight that are read at a time; one row at least
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,24 +107,6 @@ def _blocks(shape: tuple[int, ...], groups: int) -> Iterator[_Block]:
         yield _Block(slice(g, stop), slice(0, size), g * size, stop * size)
 
 
-@contextmanager
-def _results(work: Callable[[Sequence[_Block]], T], blocks: Sequence[_Block]) -> Generator[Iterator[T]]:
-    """The work's results for each run of blocks, in order; what is not begun when the context ends is given up."""
-    runs = [blocks[i : i + RUN] for i in range(0, len(blocks), RUN)]
-    if len(runs) < 2:
-        yield map(work, runs)
-        return
-    pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1, len(runs)))
-    try:
-        yield pool.map(work, runs)
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-_Part = tuple[tuple[slice, slice], Accumulator]
-"""What a block adds to the sums of output channels, and to which: groups, and channels of each."""
-
-
 def _work(
     site: Linear, factors: Sequence[Array], t_in: Array | None
 ) -> tuple[Stored | None, Accumulator | None] | Refusal:
@@ -142,38 +117,20 @@ def _work(
     draft = site.weight.redrafted() if factors else None
     dots = None if t_in is None else Accumulator.zeros((site.groups, site.out_channels // site.groups))
 
-    def work(run: Sequence[_Block]) -> Reason | list[_Part]:
-        parts: list[_Part] = []
-        for block in run:
-            rows = read(block.start, block.stop)
-            grouped = rows.reshape(block.shape + rows.shape[1:])
-            if draft is not None:
-                new = np.empty(rows.shape, rows.dtype)
-                reason = scale_rows(fmt, grouped, [_cut(f, block) for f in factors], new.reshape(grouped.shape))
-                if reason is not None:
-                    return reason
-                draft.put(block.start, new)
-            if t_in is not None:
-                _add_part(parts, site, block, _dots(site, fmt.unpack(grouped), t_in, block))
-        return parts
-
-    with _results(work, list(_blocks(site.weight.shape, site.groups))) as results:
-        for parts in results:
-            if isinstance(parts, Reason):
-                return _weight_problem(site, parts)
-            for where, part in parts:
-                assert dots is not None
-                Accumulator(dots.hi[where], dots.lo[where]).add_pair(part)
+    for block in _blocks(site.weight.shape, site.groups):
+        rows = read(block.start, block.stop)
+        grouped = rows.reshape(block.shape + rows.shape[1:])
+        if draft is not None:
+            new = draft.space(block.start, block.stop)
+            reason = scale_rows(fmt, grouped, [_cut(f, block) for f in factors], new.reshape(grouped.shape))
+            if reason is not None:
+                return _weight_problem(site, reason)
+            draft.put(block.start, new)
+        if dots is not None and t_in is not None:
+            where = (block.groups, block.rows if site.out_dim == 0 else slice(None))
+            part = _dots(site, fmt.unpack(grouped), t_in, block)
+            Accumulator(dots.hi[where], dots.lo[where]).add_pair(part)
     return None if draft is None else draft.values(), dots
-
-
-def _add_part(parts: list[_Part], site: Linear, block: _Block, dots: Accumulator) -> None:
-    """Remember a block's sums, added to those of the block before where they are of the same channels."""
-    where = (block.groups, block.rows if site.out_dim == 0 else slice(None))
-    if parts and parts[-1][0] == where:
-        parts[-1][1].add_pair(dots)
-    else:
-        parts.append((where, dots))
 
 
 def _dots(site: Linear, grouped: Array, t_in: Array, block: _Block) -> Accumulator:
@@ -193,25 +150,21 @@ def _table(site: Linear, s_out: Array | None, t_out: Array | None) -> NewWeights
     """A lookup returns one row, so that a shift goes into every row and no bias is needed."""
     fmt, read, draft = site.weight.format, site.weight.rows(), site.weight.redrafted()
 
-    def work(run: Sequence[_Block]) -> Reason | None:
-        for block in run:
-            old = fmt.unpack(read(block.start, block.stop))
-            total = Accumulator.zeros(old.shape)
-            total.add(old)
-            if s_out is not None:
-                total.scale(s_out)
-            if t_out is not None:
-                total.add(t_out)
-            new = total.round(fmt)
-            if not np.isfinite(new).all():
-                return Reason.OVERFLOW if np.isfinite(old).all() else Reason.NOT_FINITE
-            draft.put(block.start, fmt.pack(new))
-        return None
-
-    with _results(work, list(_blocks(site.weight.shape, 1))) as results:
-        reason = next((r for r in results if r is not None), None)
-    if reason is not None:
-        return Refusal(reason, site.node, f"a folded row does not fit into {fmt.name}, or is not a number")
+    for block in _blocks(site.weight.shape, 1):
+        old = fmt.unpack(read(block.start, block.stop))
+        total = Accumulator.zeros(old.shape)
+        total.add(old)
+        if s_out is not None:
+            total.scale(s_out)
+        if t_out is not None:
+            total.add(t_out)
+        new = total.round(fmt)
+        if not np.isfinite(new).all():
+            reason = Reason.OVERFLOW if np.isfinite(old).all() else Reason.NOT_FINITE
+            return Refusal(reason, site.node, f"a folded row does not fit into {fmt.name}, or is not a number")
+        space = draft.space(block.start, block.stop)
+        space[...] = fmt.pack(new)
+        draft.put(block.start, space)
     return NewWeights(draft.values(), None, fmt)
 
 

@@ -21,7 +21,7 @@ from bnfold import weights
 from bnfold.errors import InvalidFileError
 from bnfold.refolding import fold_file
 
-weights.BLOCK, weights.RUN = 200, 1000  # one thread: a forked child has no other
+weights.BLOCK = 200
 STEPS = ("pwrite", "copy_file_range", "fsync", "chmod", "rename", "replace", "unlink", "rmdir", "mkdir", "open")
 """What changes a file system, or is on the way to that."""
 

@@ -113,9 +113,8 @@ def net(bias: bool = True) -> ModelProto:
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
-    """A few rows at a time, on two threads, so that small models take the way of large ones."""
+    """A few rows at a time, so that small models take the way of large ones."""
     monkeypatch.setattr(weights, "BLOCK", 200)
-    monkeypatch.setattr(weights, "RUN", 2)
     monkeypatch.setattr(onnx_data, "EMBEDDED", 256)
 
 

@@ -21,8 +21,9 @@ from onnx import ModelProto, TensorProto
 
 from ..onnx_files import Extent, OnnxFile, tensors_of
 from ..ops import Draft, Held, Stored
-from ..ranges import Places, copy_range
+from ..ranges import Places, Writer, copy_range
 from ..rounding import FloatFormat
+from ..scratch import Scratch
 
 EMBEDDED = 1 << 16  # bytes; larger new tensors of a model with external data join it
 PAGE = 4096  # alignment where a file does not show any
@@ -54,9 +55,10 @@ class Stretch:
         read, inner = self.file.reader(self.extent), tuple(self.proto.dims[1:])
         stored = fmt.stored_type.newbyteorder("<")
         size = math.prod(inner) * stored.itemsize
+        scratch = Scratch()
 
         def rows(start: int, stop: int) -> Stored:
-            found = np.empty((stop - start, *inner), stored)
+            found = scratch.array((stop - start, *inner), stored)
             read(start * size, found)
             return found.astype(fmt.stored_type, copy=False)
 
@@ -68,20 +70,25 @@ class Stretch:
 
 
 class FileDraft:
-    """A new weight that is written to its place in a file, row by row."""
+    """A new weight that is written to its place in a file, row by row, while the next rows are computed."""
 
-    def __init__(self, path: Path, offset: int, shape: tuple[int, ...], fmt: FloatFormat):
-        self._path, self._offset, self._shape = path, offset, shape
-        self._stored = fmt.stored_type.newbyteorder("<")
+    def __init__(self, writer: Writer, path: Path, offset: int, shape: tuple[int, ...], fmt: FloatFormat):
+        self._writer, self._path, self._offset, self._shape = writer, path, offset, shape
+        self._type, self._stored = fmt.stored_type, fmt.stored_type.newbyteorder("<")
         self._row = math.prod(shape[1:]) * self._stored.itemsize
         self._file = Places(path, "r+b")
 
+    def space(self, start: int, stop: int) -> Stored:
+        """An array that the writer lends."""
+        return self._writer.space((stop - start, *self._shape[1:]), self._type)
+
     def put(self, start: int, rows: Stored) -> None:
-        """Write rows to their place."""
-        self._file.write(self._offset + start * self._row, np.ascontiguousarray(rows, self._stored))
+        """Have the rows written to their place."""
+        self._writer.write(self._file, self._offset + start * self._row, rows.astype(self._stored, copy=False))
 
     def values(self) -> Stored:
         """A mapping of the place, which takes no memory until it is looked at."""
+        self._writer.wait()
         self._file.begin_flush(self._offset, self._row * self._shape[0])
         return np.memmap(self._path, self._stored, "r", self._offset, self._shape)
 
@@ -97,6 +104,10 @@ class NoDraft:
     def instead(cls, extent: Extent, shape: tuple[int, ...], fmt: FloatFormat) -> Draft:
         """Room nowhere."""
         return cls(shape, fmt)
+
+    def space(self, start: int, stop: int) -> Stored:
+        """An array of its own."""
+        return np.empty((stop - start, *self.shape[1:]), self.format.stored_type)
 
     def put(self, start: int, rows: Stored) -> None:
         """Forget the rows."""
@@ -145,6 +156,7 @@ class Rewriting:
         self._file, self._locations = file, locations
         self._waiting, self._waiting_end = folder / ".bnfold.appended", 0
         self._data: dict[str, _DataFile] = {}
+        self._writer = Writer()
         for location, name in locations.items():
             source = file.folder / location
             size = source.stat().st_size
@@ -154,12 +166,12 @@ class Rewriting:
     def draft(self, extent: Extent, shape: tuple[int, ...], fmt: FloatFormat) -> Draft:
         """Room in the place of the old values, or, where others need those, among what will be appended."""
         if extent.alone:
-            return FileDraft(self._data[extent.location].ready(), extent.offset, shape, fmt)
+            return FileDraft(self._writer, self._data[extent.location].ready(), extent.offset, shape, fmt)
         offset = self._waiting_end
         self._waiting_end += _up(extent.length, PAGE)
         with self._waiting.open("ab") as waiting:
             waiting.truncate(self._waiting_end)
-        return FileDraft(self._waiting, offset, shape, fmt)
+        return FileDraft(self._writer, self._waiting, offset, shape, fmt)
 
     def replace(self, tensor: TensorProto, values: Stored) -> bool:
         """Give a tensor that is external other values; False when it is not. Its type and shape are set already."""
@@ -184,6 +196,7 @@ class Rewriting:
 
     def finish(self, model: ModelProto) -> None:
         """Copy what was not written, and let the model name the new files."""
+        self._writer.wait()
         self._waiting.unlink(missing_ok=True)
         self._file.give_back()
         external = [t for t in tensors_of(model) if t.data_location == TensorProto.EXTERNAL]

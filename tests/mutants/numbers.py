@@ -49,8 +49,8 @@ WEIGHTS = [
     ),
     Mutant(
         "table-not-shifted", "weights.py",
-        "                total.scale(s_out)\n            if t_out is not None:",
-        "                total.scale(s_out)\n            if False:",
+        "            total.scale(s_out)\n        if t_out is not None:",
+        "            total.scale(s_out)\n        if False:",
     ),
     Mutant(
         "bias-overflow-unchecked", "weights.py",
@@ -59,7 +59,7 @@ WEIGHTS = [
     ),
     Mutant(
         "weight-overflow-unchecked", "weights.py",
-        "                if reason is not None:\n                    return reason\n",
+        "            if reason is not None:\n                return _weight_problem(site, reason)\n",
         "",
     ),
     Mutant(
