@@ -563,7 +563,7 @@ BAD = {
     "option-of-another-verb": Bad("inspect chain.onnx --static", 2, ("No such option: --static",)),
     "no-file": Bad("export", 2, ("Missing argument",)),
     "value-missing": Bad("export model.pt --input", 2, ("--input",)),
-    "value-no-number": Bad("export model.pt --opset ten", 2, ("--opset", "integer")),
+    "value-no-number": Bad("export model.pt --opset ten", 2, ("--opset", "int")),
     "reason-unknown": Bad("explain padded", 2, ("no reason 'padded'", "did you mean padded-shift?")),
     "reason-like-none": Bad("explain zzz", 2, ("no reason 'zzz'", "bnfold explain")),
     # the input file
