@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from onnx import ModelProto, TensorProto
 
 LONGEST = 1024  # characters of a data file's name
+DIGITS = 20  # of a place in a data file, more than any has
 LENT = 1024  # bytes; smaller tensors may be shapes, which shape inference wants to see
 ITEM_BYTES = {
     "FLOAT": 4, "DOUBLE": 8, "FLOAT16": 2, "BFLOAT16": 2, "COMPLEX64": 8, "COMPLEX128": 16, "BOOL": 1,
@@ -220,12 +221,14 @@ class _Checks:
 
     def extent(self, tensor: TensorProto) -> Extent:
         entry = {e.key: e.value for e in tensor.external_data}
+        if not all(isinstance(s, str) for s in (tensor.name, *entry, *entry.values())):  # protobuf's bytes: no UTF-8
+            raise InvalidFileError(f"{self.path}: it does not say in clear text where a tensor's data is; {AGAIN}")
         told = entry.get("location", "")
         if told not in self.sizes:
             self.sizes[told] = self._size(tensor.name, told)
         size, location = self.sizes[told], posixpath.normpath(told)
         numbers = [entry.get(key, "0") or "0" for key in ("offset", "length")]
-        if not all(n.isdecimal() for n in numbers) or sum(map(int, numbers)) > size:
+        if not all(n.isdecimal() and len(n) < DIGITS for n in numbers) or sum(map(int, numbers)) > size:
             raise self._cut_short(location)
         offset, length = map(int, numbers)
         needed = _size_of(tensor)

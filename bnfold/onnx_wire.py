@@ -186,11 +186,13 @@ def _parted(message: Any, number: int) -> tuple[bytes, bytes]:
     """
     front = type(message)()
     front.CopyFrom(message)
-    front.DiscardUnknownFields()
     for field, _ in front.ListFields():
         if field.number > number:
             front.ClearField(field.name)
     head, whole = front.SerializeToString(), message.SerializeToString()
+    for field, _ in front.ListFields():
+        front.ClearField(field.name)
+    head = head[: len(head) - front.ByteSize()]  # only fields that are unknown are left
     assert whole.startswith(head), f"{message.DESCRIPTOR.name} is not serialized in the order of its fields"
     return head, whole[len(head) :]
 

@@ -42,9 +42,11 @@ def typed() -> ModelProto:
 
 
 def unknown() -> bytes:
-    """Fields that this version of onnx does not know, in the model, the graph and a tensor."""
+    """Fields that this version of onnx does not know, in the model, the graph, a node and a tensor."""
     m = built()
     extra = b"\xfa\x3e\x03new"  # field 1007, three bytes
+    m.graph.node[0].MergeFromString(extra)
+    m.MergeFromString(b"\x12\x03Zo\xeb")  # the producer's name, in Latin-1
     graph = m.graph.SerializeToString()
     m.ClearField("graph")
     tensors = b"".join(

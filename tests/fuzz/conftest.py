@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-# ONNX and torch. A torch graph costs ten times as much: it is exported, and its module tree is tried.
-SHARE = {"onnx": 1920, "torch": 80}
-CHUNK = {"onnx": 480, "torch": 40}
+# ONNX and torch graphs, and damaged model files. A torch graph costs ten times as much as an ONNX graph: it is
+# exported, and its module tree is tried.
+SHARE = {"onnx": 1920, "torch": 80, "files": 1000}
+CHUNK = {"onnx": 480, "torch": 40, "files": 500}
+GRAPHS = 2000  # of --graphs N, how many are the shares above
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -15,7 +17,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "seeds" not in metafunc.fixturenames or back_end not in SHARE:
         return
     asked = metafunc.config.getoption("--graphs")
-    more = asked * SHARE[back_end] // sum(SHARE.values())
+    more = asked * SHARE[back_end] // GRAPHS
     start, size = SHARE[back_end], CHUNK[back_end]
     rows = [_chunk(k, min(k + size, start)) for k in range(0, start, size)]
     rows += [_chunk(k, min(k + size, start + more), pytest.mark.fuzz) for k in range(start, start + more, size)]
