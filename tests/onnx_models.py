@@ -24,6 +24,7 @@ from onnx.reference.op_run import OpRun
 
 import bnfold
 from bnfold import Report
+from bnfold.report import Folded
 
 Array = np.ndarray[Any, Any]
 BF16 = tensor_dtype_to_np_dtype(TensorProto.BFLOAT16)
@@ -398,6 +399,40 @@ def differences(old: Any, new: Any, path: str = "") -> list[str]:
         elif old.HasField(field.name) != new.HasField(field.name) or repr(a) != repr(b):
             found.append(where)
     return found
+
+
+def changes_only_what_is_reported(old: ModelProto, result: Folded) -> None:
+    """Interface and everything that no entry of the report names are as they were."""
+    report, new = result.report, result.model
+    same_interface(old, new)
+    assert _accepted(new) or not _accepted(old)
+    edited = {name for f in (*report.folded, *report.affine) for name in (f.norm, *f.into)}
+    gone = {n.output[0] for n in old.graph.node} - {n.output[0] for n in new.graph.node}
+    known = {n.name or n.output[0]: n for n in old.graph.node}
+    operands = {i for name in edited if name in known for i in known[name].input} | gone
+    # An initializer or a constant that only edited nodes read may change or go, and new ones may come.
+    for place in differences(old, new):
+        kind, _, name = place.partition("[")
+        name = name.partition("]")[0]
+        if place.startswith("+graph.initializer["):
+            continue
+        assert kind.lstrip("-+") in ("graph.node", "graph.initializer", "graph.value_info", "graph.input"), place
+        assert name in edited | operands or _reads_only(old, name, edited), place
+
+
+def _accepted(model: ModelProto) -> bool:
+    try:
+        onnx.checker.check_model(model)
+    except onnx.checker.ValidationError:
+        return False
+    return True
+
+
+def _reads_only(model: ModelProto, name: str, edited: set[str]) -> bool:
+    """Whether the value, or what the node of the name computes, is read by edited nodes alone."""
+    values = {name} | {o for n in model.graph.node if name in (n.name, n.output[0]) for o in n.output}
+    readers = [n for n in model.graph.node if values & set(n.input)]
+    return all((n.name or n.output[0]) in edited or _reads_only(model, n.output[0], edited) for n in readers)
 
 
 def _lists(a: Sequence[Any], b: Sequence[Any], where: str, messages: bool) -> list[str]:
