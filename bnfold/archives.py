@@ -17,13 +17,14 @@ import pickletools
 import re
 import warnings
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from .errors import InvalidFileError
 from .factories import first_line, importable
+from .selection import some_of
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -62,7 +63,7 @@ def read_pickle(path: Path, trust_pickle: bool) -> Any:
             raise damaged(path, error) from None
         if not trust_pickle:
             what = f"asks for {some_of(asked)}" if asked else f"is more than torch reads as weights ({cause_of(error)})"
-            raise _unsafe(path, f"a pickle that {what}", "save model.state_dict() and pass --factory") from None
+            raise unsafe(path, f"a pickle that {what}", "save model.state_dict() and pass --factory") from None
     except Exception as error:
         raise damaged(path, error) from None
     try:
@@ -89,25 +90,10 @@ def read_program(path: Path, trust_pickle: bool) -> ExportedProgram:
     """An exported program. Raises InvalidFileError when it is damaged or unsafe; `trust_pickle` skips the checks."""
     import torch
 
-    members: dict[str, bytes] = {}
-    try:
-        with zipfile.ZipFile(path) as source:
-            for info in source.infolist():
-                if info.filename in members:
-                    raise InvalidFileError(f"{path}: unsafe, it holds {info.filename!r} twice; do not use it")
-                members[info.filename] = source.read(info)
-    except InvalidFileError:
-        raise
-    except Exception as error:
-        raise damaged(path, error) from None
+    members = members_of(path)
     if not trust_pickle:
         _check_program(path, members)
-    # torch gets this copy, not the file: two zip readers can see different members in one crafted archive.
-    copy = io.BytesIO()
-    with zipfile.ZipFile(copy, "w") as target:
-        for name in list(members):
-            target.writestr(name, members.pop(name))
-    copy.seek(0)
+    copy = packed(members)  # torch gets this one, not the file: two zip readers can see different members in one file
     with _kept_log() as logged:
         try:
             program = torch.export.load(copy)
@@ -119,6 +105,32 @@ def read_program(path: Path, trust_pickle: bool) -> ExportedProgram:
     if not trust_pickle:
         program._guards_code = []  # checks of the inputs, as strings that ExportedProgram.module() would compile
     return program
+
+
+def members_of(path: Path) -> dict[str, bytes]:
+    """The members of a zip archive whose names `member_names` found safe. Raises InvalidFileError for a damaged one."""
+    members: dict[str, bytes] = {}
+    try:
+        with zipfile.ZipFile(path) as source:
+            for info in source.infolist():
+                if info.filename in members:
+                    raise InvalidFileError(f"{path}: unsafe, it holds {info.filename!r} twice; do not use it")
+                members[info.filename] = source.read(info)
+    except InvalidFileError:
+        raise
+    except Exception as error:
+        raise damaged(path, error) from None
+    return members
+
+
+def packed(members: dict[str, bytes]) -> io.BytesIO:
+    """An archive of the members, which are taken out of the dictionary as they are written."""
+    copy = io.BytesIO()
+    with zipfile.ZipFile(copy, "w") as target:
+        for name in list(members):
+            target.writestr(name, members.pop(name))
+    copy.seek(0)
+    return copy
 
 
 @contextmanager
@@ -165,11 +177,11 @@ def _check_program(path: Path, members: Mapping[str, bytes]) -> None:
     documents: dict[str, Any] = {}
     for name, data in members.items():
         if "data/aotinductor/" in name.lower():
-            raise _unsafe(path, f"native code ({name!r})", "use the program it was compiled from")
+            raise unsafe(path, f"native code ({name!r})", "use the program it was compiled from")
         with suppress(ValueError, RecursionError):
             documents[name] = json.loads(data.decode())
         if code := _code_in(documents.get(name)):
-            raise _unsafe(path, f"a program that spells a name or a shape {code[:80]!r}", advice)
+            raise unsafe(path, f"a program that spells a name or a shape {code[:80]!r}", advice)
     configs = [d["config"] for d in documents.values() if isinstance(d, dict) and isinstance(d.get("config"), dict)]
     payloads = [p for config in configs for p in config.values() if isinstance(p, dict)]
     pickled = {str(p.get("path_name")).lower() for p in payloads if p.get("use_pickle", True)}
@@ -181,7 +193,7 @@ def _check_program(path: Path, members: Mapping[str, bytes]) -> None:
             _load_weights(io.BytesIO(data))
         except Exception as error:
             what = some_of(_asked(io.BytesIO(data)) or ()) or "more than tensors, or is damaged"
-            raise _unsafe(path, f"its member {name!r} asks for {what} ({cause_of(error)})", advice) from None
+            raise unsafe(path, f"its member {name!r} asks for {what} ({cause_of(error)})", advice) from None
 
 
 def _code_in(value: Any, key: str = "") -> str:
@@ -257,7 +269,8 @@ def _asked(file: IO[bytes]) -> list[str] | None:
     return [n for n in names if not re.fullmatch(rf"collections\.OrderedDict|torch\.(_utils\.\w+|{types})", n)]
 
 
-def _unsafe(path: Path, what: str, advice: str) -> InvalidFileError:
+def unsafe(path: Path, what: str, advice: str) -> InvalidFileError:
+    """The error to raise for a file that could run code; `what` says what in it, `advice` what to do instead."""
     return InvalidFileError(
         f"{path}: {what}: reading it could run code from the file; {advice}, or pass --trust-pickle if you trust it"
     )
@@ -266,12 +279,6 @@ def _unsafe(path: Path, what: str, advice: str) -> InvalidFileError:
 def damaged(path: Path, error: Exception) -> InvalidFileError:
     """The error to raise for a file that its own library cannot read."""
     return InvalidFileError(f"{path}: damaged or cut short ({cause_of(error)}); {AGAIN}")
-
-
-def some_of(names: Iterable[Any]) -> str:
-    """The first three of the names, and how many more there are."""
-    shown = [str(n) for n in names]
-    return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
 
 
 def cause_of(error: BaseException) -> str:

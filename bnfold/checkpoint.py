@@ -8,55 +8,57 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .archives import AGAIN, GIB, damaged, member_names, read_pickle, read_program, some_of
+from .archives import damaged, read_pickle, read_program
 from .errors import InvalidFileError, UsageError
 from .factories import build_network
 from .onnx_files import open_onnx
+from .recognition import recognise, shards_of
+from .scripts import read_script
+from .selection import Looks, NotChosenError, choose, prefix_of, sets_of_weights, some_of
 
 if TYPE_CHECKING:
     import onnx
     from torch import nn
     from torch.export import ExportedProgram
 
-TORCH_MAGIC = bytes.fromhex("6cfc9c46f9206aa85019")  # the first object in a torch.save file older than the zip format
 
-# Where training scripts put the weights, best first, and what wrappers put in front of every key.
-WRAPPERS = ("state_dict", "model_state_dict", "model", "net", "network", "module", "params", "weights")
-PREFIXES = ("module.", "_orig_mod.", "model.", "net.", "backbone.")
-EMA = re.compile(r"(^|_)ema(_|$)")
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How a file is to be read: everything that a person may say about it.
 
-# Files that are given for a model by mistake, by how they begin.
-STRANGERS = {
-    rb"$": f"is empty; {AGAIN}",
-    rb"\s*<(!doctype|html)": "an HTML page, perhaps an error or login page saved as the model; download it again",
-    rb"version https://git-lfs": "a Git LFS pointer, not the model; run `git lfs pull` where it was cloned",
-    rb"\x80[\x02-\x05]": "a plain pickle, not written by torch.save; save model.state_dict() with torch.save",
-    rb"\x89HDF": "an HDF5 (Keras) file, which is not read; export the model to ONNX",
-    rb".{4}TFL3": "a TensorFlow Lite file, which is not read; export the model to ONNX",
-    rb"\x1f\x8b|BZh|\xfd7zXZ|\x28\xb5\x2f\xfd|.{257}ustar": "a compressed file or a tar archive; unpack it first",
-}
+    `factory` builds the network for a file that holds weights only: a callable, "package.module:callable" or
+    "path/net.py:callable", called with `factory_args`. `trust_pickle` lets the file run code while it is read. `key`
+    ("a.b") names the weights to take where a file holds several, `ema` says that an average is wanted rather than
+    the raw ones. `allow_missing` lets keys be missing, or be there for nothing.
+    """
+
+    factory: str | Callable[..., nn.Module] | None = None
+    factory_args: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    trust_pickle: bool = False
+    key: str | None = None
+    ema: bool = False
+    allow_missing: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """A model as its file holds it, and what was decided on the way.
 
-    `kind` is "state-dict" (a factory's network with the file's weights), "module", "exported-program" or "onnx";
-    `notes` are lines for the report. `default_shapes` are the input shapes the network itself declares (timm's
-    `input_size`), with a batch of 2 because `torch.export` specialises a batch of 1; None when it declares none.
+    `kind` is "state-dict" (a factory's network with the file's weights), "module", "torchscript", "exported-program"
+    or "onnx"; `notes` are lines for the report. `shapes` are those of the inputs where the file itself says them, with
+    a batch of at least 2, because a batch of 1 is specialised when a graph is captured.
     """
 
     model: Any
     kind: str
     notes: tuple[str, ...] = ()
-    default_shapes: tuple[tuple[int, ...], ...] | None = None
+    shapes: tuple[tuple[int, ...], ...] | None = None
 
 
 def load(
@@ -65,95 +67,63 @@ def load(
     factory: str | Callable[..., nn.Module] | None = None,
     factory_args: Mapping[str, Any] | None = None,
     trust_pickle: bool = False,
+    key: str | None = None,
+    ema: bool = False,
+    allow_missing: bool = False,
 ) -> nn.Module | ExportedProgram | onnx.ModelProto:
-    """The model in a file: a PyTorch checkpoint, safetensors, an exported program (`.pt2`) or ONNX.
+    """The model in a file: a PyTorch checkpoint, safetensors, TorchScript, an exported program (`.pt2`) or ONNX.
 
-    `factory` builds the network for a file that holds weights only: a callable, "package.module:callable" or
-    "path/net.py:callable", called with `factory_args`. `trust_pickle` lets the file run code while it is read. The
-    module keeps the train or eval state it was built or stored with. Raises InvalidFileError when the file is missing,
-    damaged, unsafe or does not fit the network; UsageError when the factory is missing or wrong.
+    The keywords are those of `Reading`. The module keeps the train or eval state it was built or stored with. Raises
+    InvalidFileError when the file is missing, damaged, unsafe or does not fit the network; UsageError when the factory
+    is missing or wrong.
     """
-    return load_detailed(path, factory=factory, factory_args=factory_args, trust_pickle=trust_pickle).model
+    return load_detailed(path, Reading(factory, factory_args or {}, trust_pickle, key, ema, allow_missing)).model
 
 
-def load_detailed(
-    path: str | os.PathLike[str],
-    *,
-    factory: str | Callable[..., nn.Module] | None = None,
-    factory_args: Mapping[str, Any] | None = None,
-    trust_pickle: bool = False,
-) -> Loaded:
+def load_detailed(path: str | os.PathLike[str], reading: Reading | None = None) -> Loaded:
     """As `load`, with the kind of the file and notes for the report."""
-    path = Path(path)
+    path, reading = Path(path), reading or Reading()
     kind = recognise(path)
-    if kind in ("onnx", "exported-program"):
-        model = open_onnx(path).load() if kind == "onnx" else read_program(path, trust_pickle)
-        if factory is not None:
+    if kind in ("onnx", "exported-program", "torchscript"):
+        loaded = _whole_model(path, kind, reading.trust_pickle)
+        if reading.factory is not None:
             raise UsageError(f"{path}: a whole model ({kind}); leave out --factory, which serves files of weights only")
-        return Loaded(model, kind)
-    stored = _read_safetensors(path) if kind == "safetensors" else read_pickle(path, trust_pickle)
-    where, value, notes = _choose(path, stored)
+        return loaded
+    stored = _read_weights(path, kind, reading.trust_pickle)
+    where, value, notes = _chosen(path, stored, reading)
     if not isinstance(value, Mapping):
         value = _unwrap(value, notes)
-        if factory is None:
-            return Loaded(value, "module", tuple(notes), _declared_shapes(value))
+        if reading.factory is None:
+            return Loaded(value, "module", tuple(notes))
         value = value.state_dict()
-    if factory is None:
+    if reading.factory is None:
         keys = [k for k, v in value.items() if _is_tensor(v)]
         raise UsageError(
             f"{path}: holds weights only ({len(keys)} tensors{where and f' under {where!r}'}, e.g. {keys[0]!r}); "
             "pass --factory package.module:callable that builds the network"
         )
-    network, name = build_network(factory, factory_args or {})
-    _fit(path, network, value, name, notes)
-    return Loaded(network, "state-dict", tuple(notes), _declared_shapes(network))
+    network, name = build_network(reading.factory, reading.factory_args)
+    _fit(path, network, value, name, reading, notes)
+    return Loaded(network, "state-dict", tuple(notes))
 
 
-# --- what the file is
+# --- reading
 
 
-def recognise(path: Path) -> str:
-    """One of "torch", "safetensors", "exported-program", and "onnx" when there is no sign of anything else."""
-    try:
-        if path.is_dir():
-            raise InvalidFileError(f"{path}: is a folder; name the model file in it")
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            head = file.read(512)
-    except FileNotFoundError:
-        raise InvalidFileError(f"{path}: no such file (looked from {Path.cwd()}); check the path") from None
-    except OSError as error:
-        raise InvalidFileError(f"{path}: cannot be read ({error.strerror}); check path and permissions") from None
-    if head.startswith(b"PK"):
-        return _recognise_zip(path)
-    if head.startswith(b"\x80") and TORCH_MAGIC in head:
-        return "torch"
-    length = int.from_bytes(head[:8], "little")
-    if head[8:9] == b"{" and length < GIB:
-        if length > size - 8:
-            raise InvalidFileError(f"{path}: a safetensors file cut short; {AGAIN}")
-        return "safetensors"
-    for pattern, found in STRANGERS.items():
-        if re.match(pattern, head, re.IGNORECASE | re.DOTALL):
-            raise InvalidFileError(f"{path}: {found}")
-    return "onnx"
+def _whole_model(path: Path, kind: str, trust_pickle: bool) -> Loaded:
+    if kind == "torchscript":
+        script, shapes = read_script(path, trust_pickle)
+        return Loaded(script, kind, shapes=shapes)
+    return Loaded(open_onnx(path).load() if kind == "onnx" else read_program(path, trust_pickle), kind)
 
 
-def _recognise_zip(path: Path) -> str:
-    names = [n.partition("/")[2] or n for n in member_names(path)]
-    if "data.pkl" in names and ("constants.pkl" in names or any(n.startswith("code/") for n in names)):
-        raise InvalidFileError(
-            f"{path}: a TorchScript archive, which is not read yet; export the module it was made from "
-            "(torch.export.save), or save its state_dict() and pass --factory"
-        )
-    if "data.pkl" in names:
-        return "torch"
-    if "serialized_exported_program.json" in names or any(re.match(r"models/.*\.json$", n) for n in names):
-        return "exported-program"
-    raise InvalidFileError(f"{path}: a zip archive without a model (it holds {some_of(names)}); unpack it first")
-
-
-# --- reading what holds no code
+def _read_weights(path: Path, kind: str, trust_pickle: bool) -> Any:
+    if kind == "sharded":
+        merged: dict[str, Any] = {}
+        for shard in shards_of(path):
+            merged.update(_read_weights(shard, recognise(shard), trust_pickle))
+        return merged
+    return _read_safetensors(path) if kind == "safetensors" else read_pickle(path, trust_pickle)
 
 
 def _read_safetensors(path: Path) -> Any:
@@ -168,40 +138,21 @@ def _read_safetensors(path: Path) -> Any:
 # --- what to take from a checkpoint
 
 
-def _choose(path: Path, stored: Any) -> tuple[str, Any, list[str]]:
-    """Where the module or state dict to use is ("a.b", or "" at the top), itself, and notes. Raw goes before EMA."""
-    found = [(".".join(where), where, value) for where, value in _candidates(stored)]
-    known = [f for f in found if all(k in WRAPPERS or EMA.search(k) for k in f[1])]
-    averaged = [f for f in known if any(map(EMA.search, f[1]))]
-    raw = [f for f in known if f not in averaged]
+def _chosen(path: Path, stored: Any, reading: Reading) -> tuple[str, Any, list[str]]:
+    """Where the module or state dict to use is ("a.b", or "" at the top), itself, and notes."""
+    from torch import nn
+
+    found = list(sets_of_weights(stored, Looks(_is_tensor, lambda v: isinstance(v, nn.Module))))
     if not found:
         keys = f" with the keys {some_of(stored)}" if isinstance(stored, Mapping) else ""
         raise InvalidFileError(
             f"{path}: holds a {type(stored).__name__}{keys}, neither a network nor its weights; save model.state_dict()"
         )
-    if not known and len(found) > 1:
-        sets = some_of(f[0] for f in found)
-        raise InvalidFileError(f"{path}: holds several sets of weights ({sets}); save the one you want by itself")
-    where, _, value = (raw or averaged or found)[0]
-    notes = [f"weights taken from '{where}'"] if where else []
-    if raw and averaged:
-        notes.append(f"the averaged copy under '{averaged[0][0]}' is not used")
-    return where, value, notes
-
-
-def _candidates(value: Any, where: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Modules and state dicts at the top or up to two keys below it, those under well-known keys first."""
-    from torch import nn
-
-    if isinstance(value, nn.Module):
-        yield where, value
-    elif isinstance(value, Mapping) and all(isinstance(k, str) for k in value):
-        inner = [(k, v) for k, v in value.items() if isinstance(v, Mapping | nn.Module)]
-        if not inner and any(map(_is_tensor, value.values())):
-            yield where, value
-        elif len(where) < 2:
-            for key, part in sorted(inner, key=lambda kv: WRAPPERS.index(kv[0]) if kv[0] in WRAPPERS else 99):
-                yield from _candidates(part, (*where, key))
+    try:
+        weights, notes = choose(found, reading.key, ema=reading.ema)
+    except NotChosenError as error:
+        raise InvalidFileError(f"{path}: {error}") from None
+    return weights.path, weights.value, notes
 
 
 def _unwrap(module: nn.Module, notes: list[str]) -> nn.Module:
@@ -218,26 +169,25 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _declared_shapes(network: nn.Module) -> tuple[tuple[int, ...], ...] | None:
-    config = getattr(network, "pretrained_cfg", None) or getattr(network, "default_cfg", None)
-    size = config.get("input_size") if isinstance(config, Mapping) else None
-    return ((2, *size),) if isinstance(size, tuple | list) and all(isinstance(n, int) for n in size) else None
-
-
 # --- weights into a network
 
 
-def _fit(path: Path, network: nn.Module, stored: Mapping[str, Any], name: str, notes: list[str]) -> None:
+def _fit(
+    path: Path, network: nn.Module, stored: Mapping[str, Any], name: str, reading: Reading, notes: list[str]
+) -> None:
     """Load every stored tensor into its place in the network. Raises InvalidFileError unless all of them fit."""
     import torch
 
-    prefix = _prefix(stored, network.state_dict())
-    if prefix:
-        notes.append(f"prefix '{prefix}' taken off the keys")
     kept = [k for k, v in stored.items() if _is_tensor(v) or k.endswith("_extra_state")]
     if len(kept) < len(stored):
         notes.append(f"{len(stored) - len(kept)} entries that are no tensors are ignored")
-    tensors = OrderedDict((k[len(prefix) :], stored[k]) for k in kept)
+    found = prefix_of(kept, network.state_dict(), ema=reading.ema)
+    prefix = found.text
+    if prefix:
+        notes.append(f"prefix '{prefix}' taken off the keys")
+    if found.unused:
+        notes.append(f"{len(found.unused)} keys of another copy are not used ({some_of(found.unused)})")
+    tensors = OrderedDict((k[len(prefix) :], stored[k]) for k in found.keys)
     if versions := getattr(stored, "_metadata", None):  # of the module classes; torch migrates old layouts by them
         inner = {k: v for k, v in versions.items() if f"{k}.".startswith(prefix)}
         vars(tensors)["_metadata"] = {f"{k}."[len(prefix) : -1]: v for k, v in inner.items()}
@@ -258,25 +208,17 @@ def _fit(path: Path, network: nn.Module, stored: Mapping[str, Any], name: str, n
         if first != key and not torch.equal(tensors[first], tensors[key]):
             raise InvalidFileError(f"{misfit}, which ties '{first}' and '{key}': they differ in the file; {advice}")
     missing = [k for k in missing if not k.endswith("num_batches_tracked") and id(places.get(k)) not in names]
-    if missing or unexpected:
-        found = [
-            f"{len(k)} keys {w} ({some_of(k)})" for k, w in ((missing, "missing"), (unexpected, "unexpected")) if k
-        ]
+    unexpected = [*unexpected, *found.strange]
+    wrong = [f"{len(k)} keys {w} ({some_of(k)})" for k, w in ((missing, "missing"), (unexpected, "unexpected")) if k]
+    if wrong and reading.allow_missing:
+        built = "; the factory's own values stay where keys are missing" if missing else ""
+        notes.append(f"{' and '.join(wrong)}: allowed{built}")
+    elif wrong:
         keys, others = (missing, unexpected) if missing else (unexpected, list(places))
         close = [(k, difflib.get_close_matches(k, others, 1)) for k in keys[:3]]
         nearest = ", ".join(f"'{k}' ~ '{match[0]}'" for k, match in close if match)
-        raise InvalidFileError(f"{misfit}: {' and '.join(found)}{nearest and '; nearest: ' + nearest}; {advice}")
-
-
-def _prefix(keys: Iterable[str], wanted: Mapping[str, Any]) -> str:
-    """The stack of wrapper prefixes, common to all keys, without which most of them match; "" if none helps."""
-    keys = list(keys)
-    best, most, stack = "", sum(k in wanted for k in keys), ""
-    while step := next((p for p in PREFIXES if all(k.startswith(stack + p) for k in keys)), ""):
-        stack += step
-        if (count := sum(k[len(stack) :] in wanted for k in keys)) > most:
-            best, most = stack, count
-    return best
+        advice += ", or --allow-missing"
+        raise InvalidFileError(f"{misfit}: {' and '.join(wrong)}{nearest and '; nearest: ' + nearest}; {advice}")
 
 
 def _adopt_types(network: nn.Module, tensors: Mapping[str, Any], notes: list[str]) -> None:

@@ -11,14 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import load_detailed, recognise
+from .checkpoint import Reading, load_detailed
 from .errors import InvalidFileError, NotEquivalentError, RemainingNormsError, UsageError
 from .files import check_output, default_output, staged
 from .graphs.port import is_onnx, is_path
 from .inputs import inputs_for, is_specs, shapes_of
 from .onnx_files import OnnxFile, open_onnx
 from .onnx_output import data_names, free_name, superseded_data, write_model
+from .recognition import recognise
 from .report import FileInfo, Fold, Reason, Report, Verdict
+from .scripts import write_script
 from .transform import fold, plan, planned
 from .verification import verify as verify_models
 
@@ -43,6 +45,9 @@ def export(
     factory: str | Callable[..., Any] | None = None,
     factory_args: Mapping[str, Any] | None = None,
     trust_pickle: bool = False,
+    key: str | None = None,
+    ema: bool = False,
+    allow_missing: bool = False,
     only: str | Iterable[str] | None = None,
     skip: str | Iterable[str] | None = None,
     merge: bool = True,
@@ -67,6 +72,8 @@ def export(
         output: Where to write; `model.pt` becomes `model.onnx` beside it. Needed when `source` is no path.
         example_inputs: As for `fold`, or a tuple of `inputs.InputSpec`; inferred where possible when left out. What
             declares its inputs itself (ONNX, an ExportedProgram) is verified on inputs of the shapes of such specs.
+        factory: Builds the network for a file of bare weights. This, `factory_args`, `trust_pickle`, `key`, `ema` and
+            `allow_missing` are those of `bnfold.load`.
         verify: Compare the file with the source in onnxruntime before it appears at its path.
         static: Pin all dimensions; otherwise dimension 0 stays free where the model allows it.
         opset: ONNX opset version; torch's default when left out.
@@ -86,13 +93,14 @@ def export(
         "verify": verify, "require_all": require_all, "tolerance": tolerance, "shapes": None, "progress": progress,
     }  # fmt: skip
     notes: list[str] = []
+    shapes = None
     if path is not None:
         step(f"loading {path.name}")
     on_disk = path is not None and factory is None and recognise(path) == "onnx"
     if path is not None and not on_disk:
-        loaded = load_detailed(path, factory=factory, factory_args=factory_args, trust_pickle=trust_pickle)
-        source, notes = loaded.model, list(loaded.notes)
-        if loaded.kind == "state-dict":
+        loaded = load_detailed(path, Reading(factory, factory_args or {}, trust_pickle, key, ema, allow_missing))
+        source, notes, shapes = loaded.model, list(loaded.notes), loaded.shapes
+        if loaded.kind in ("state-dict", "torchscript"):
             source.eval()  # its training flag is the factory's, not a fact about the checkpoint
     onnx = on_disk or is_onnx(source)
     if is_specs(example_inputs) and (onnx or _is_program(source)):
@@ -102,8 +110,9 @@ def export(
             raise UsageError("--opset, --static and names apply to torch models; the source is an ONNX file already")
         listed = {"freeze_initializers": freeze_initializers, "respect_inputs": respect_inputs}
         return _from_onnx(path if on_disk else source, target, listed, selection, checks, providers)
-    inputs, found = (None, ()) if _is_program(source) else inputs_for(source, example_inputs)
-    candidate, report = _to_onnx(source, inputs, selection, static, opset, input_names, output_names, step)
+    inputs, found = (None, ()) if _is_program(source) else inputs_for(source, example_inputs, shapes)
+    write = _script_to_onnx if _is_script(source) else _to_onnx
+    candidate, report = write(source, inputs, selection, static, opset, input_names, output_names, step)
     report = report.with_(notes=(*notes, *found, *report.notes))
     size = None if path is None else path.stat().st_size
     superseded = superseded_data(target)
@@ -215,6 +224,11 @@ def _is_program(source: Any) -> bool:
     return type(source).__module__.startswith("torch.export") and type(source).__name__ == "ExportedProgram"
 
 
+def _is_script(source: Any) -> bool:
+    """Whether the source is a TorchScript module."""
+    return any(c.__name__ == "ScriptModule" and c.__module__ == "torch.jit._script" for c in type(source).__mro__)
+
+
 def _to_onnx(
     source: Any,
     example_inputs: Any,
@@ -241,6 +255,27 @@ def _to_onnx(
         rest = fold(model, only=[glob.escape(n) for n in late], keep_broken=True)
         model, report = rest.model, _joined(report, rest.report, late)
     return model, report
+
+
+def _script_to_onnx(
+    source: Any,
+    example_inputs: Any,
+    selection: dict[str, Any],
+    static: bool,
+    opset: int | None,
+    input_names: Sequence[str] | None,
+    output_names: Sequence[str] | None,
+    step: Progress,
+) -> tuple[Any, Report]:
+    """Write a TorchScript module as ONNX, norms and all, and fold it there."""
+    step("writing ONNX with torch.onnx")
+    model = write_script(
+        source, example_inputs, static=static, opset=opset, input_names=input_names, output_names=output_names
+    )
+    _check_asked(model, opset, input_names or (), output_names or ())
+    step("folding")
+    folded = fold(model, **selection)
+    return folded.model, folded.report
 
 
 def _late(report: Report, model: Any) -> dict[str, str]:

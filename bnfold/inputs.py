@@ -11,6 +11,7 @@ from .errors import UsageError
 
 SIDES = (224, 256, 384, 64, 32)  # image sizes that are tried, in this order
 LENGTHS = (1024, 16000, 256, 64)  # signal lengths, likewise
+VOLUMES = (16, 32, 64)  # sides of volumes
 _SIZE = r"0*[1-9]\d*"
 _SPEC = re.compile(rf"(?:(?P<name>[A-Za-z_][\w.]*)=)?(?P<shape>{_SIZE}(?:x{_SIZE})*|scalar)(?::(?P<dtype>\w+))?")
 
@@ -55,12 +56,21 @@ def shapes_of(specs: Sequence[InputSpec]) -> dict[str, tuple[int, ...]] | list[t
     return {s.name or "": s.shape for s in specs} if specs[0].name else [s.shape for s in specs]
 
 
-def inputs_for(module: Any, given: Any = None) -> tuple[Any, tuple[str, ...]]:
-    """Example inputs for a module, and notes: those that were given (specs or tensors), else inferred ones."""
+def inputs_for(
+    module: Any, given: Any = None, shapes: Sequence[tuple[int, ...]] | None = None
+) -> tuple[Any, tuple[str, ...]]:
+    """Example inputs for a module, and notes: those that were given (specs or tensors), else inferred ones.
+
+    `shapes` are those that the module's file says it takes.
+    """
     if is_specs(given):
         return make_inputs(given, module), ()
     if given is not None:
         return given, ()
+    if shapes is not None:
+        specs = [InputSpec(s) for s in shapes]
+        text = ", ".join(map(str, specs))
+        return make_inputs(specs, module), (f"input {text}, as the file says; pass --input for another",)
     inferred = infer_inputs(module)
     return inferred.inputs, (inferred.note,)
 
@@ -124,8 +134,6 @@ def infer_inputs(module: Any) -> Inferred:
 
 
 def _candidates(module: Any) -> list[InputSpec]:
-    import torch.nn as nn
-
     for holder in (getattr(module, "default_cfg", None), getattr(module, "pretrained_cfg", None)):
         size = holder.get("input_size") if isinstance(holder, dict) else None
         if size:
@@ -133,17 +141,24 @@ def _candidates(module: Any) -> list[InputSpec]:
     size = getattr(module, "input_size", None)
     found = [InputSpec((2, *size))] if isinstance(size, tuple | list) and all(isinstance(n, int) for n in size) else []
     for layer in module.modules():
-        match layer:
-            case nn.Conv2d() | nn.ConvTranspose2d():
-                return found + [InputSpec((2, layer.in_channels, n, n)) for n in SIDES]
-            case nn.Conv1d() | nn.ConvTranspose1d():
-                return found + [InputSpec((2, layer.in_channels, n)) for n in LENGTHS]
-            case nn.Conv3d() | nn.ConvTranspose3d():
-                return found + [InputSpec((2, layer.in_channels, n, n, n)) for n in (16, 32, 64)]
-            case nn.Linear():
-                return [*found, InputSpec((2, layer.in_features)), InputSpec((2, 4, layer.in_features))]
-            case nn.Embedding():
-                return [*found, InputSpec((2, 16), dtype="int64"), InputSpec((2,), dtype="int64")]
-            case _:
-                continue
+        if shapes := _shapes_into(layer):
+            return [*found, *shapes]
     return found
+
+
+def _shapes_into(layer: Any) -> list[InputSpec]:
+    """Inputs that the first layer of a network may be given; none for what is no layer. Scripted layers have a name."""
+    names = {c.__name__ for c in type(layer).__mro__} | {getattr(layer, "original_name", "")}
+    weight = getattr(layer, "weight", None)
+    if weight is None:
+        return []
+    for rank, sides in ((1, LENGTHS), (2, SIDES), (3, VOLUMES)):
+        if {f"Conv{rank}d", f"ConvTranspose{rank}d"} & names:
+            straight = f"Conv{rank}d" in names
+            channels = getattr(layer, "in_channels", None) or weight.shape[1 if straight else 0]
+            return [InputSpec((2, channels, *[n] * rank)) for n in sides]
+    if "Linear" in names:
+        return [InputSpec((2, weight.shape[1])), InputSpec((2, 4, weight.shape[1]))]
+    if "Embedding" in names:
+        return [InputSpec((2, 16), dtype="int64"), InputSpec((2,), dtype="int64")]
+    return []

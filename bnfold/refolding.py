@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import load_detailed, recognise
+from .checkpoint import Reading, load_detailed
 from .errors import UsageError
 from .exporter import export, judged
 from .files import check_output, default_output, staged
+from .recognition import recognise
 from .report import FileInfo, Report
 from .transform import fold
 
@@ -50,7 +51,7 @@ def fold_file(
     if target.suffix.lower() != ".pt2":
         check_output(target, source, force=force, in_place=in_place)
         if recognise(source) != "onnx":
-            load_detailed(source, trust_pickle=trust_pickle)  # what is wrong with the file itself comes first
+            load_detailed(source, Reading(trust_pickle=trust_pickle))  # what is wrong with the file itself comes first
             raise UsageError(f"{source} is no ONNX file: `bnfold export` turns it into one")
         return export(
             source, target, freeze_initializers=freeze_initializers, respect_inputs=respect_inputs, force=force,
@@ -65,7 +66,7 @@ def _fold_program(
     step = common["progress"] or (lambda _: None)
     check_output(target, source, force=force, in_place=in_place)
     step(f"loading {source.name}")
-    loaded = load_detailed(source, trust_pickle=trust_pickle)
+    loaded = load_detailed(source, Reading(trust_pickle=trust_pickle))
     if loaded.kind != "exported-program":
         raise UsageError(f"{source} is no exported program (.pt2): pass -o with an .onnx ending")
     import torch

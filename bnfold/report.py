@@ -230,7 +230,7 @@ class FileInfo:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything one run found and did. Every norm is in exactly one of `folded` and `kept`."""
+    """Everything one run found and did. Every norm is in exactly one of `folded` and `kept`, where a plan was made."""
 
     norms: tuple[Norm, ...] = ()
     folded: tuple[Fold, ...] = ()
@@ -242,6 +242,7 @@ class Report:
     files: tuple[FileInfo, ...] = ()
     bytes_added: int = 0  # by weights that were copied because other call sites need the original
     notes: tuple[str, ...] = ()
+    contents: dict[str, Any] | None = None  # of a checkpoint that was only looked into: see contents.as_plain
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, `schema` first; what JSON has no number for is spelled "nan", "inf", "-inf"."""
@@ -301,6 +302,7 @@ def _report(d: dict[str, Any]) -> Report:
         files=tuple(FileInfo(**f) for f in d["files"]),
         bytes_added=d["bytes_added"],
         notes=tuple(d["notes"]),
+        contents=d.get("contents"),
     )
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from bnfold.checkpoint import Reading
     from bnfold.report import Report
 
     from .render import Screen
@@ -48,6 +49,14 @@ FactoryArg = Annotated[
 ]
 TrustPickle = Annotated[
     bool, typer.Option("--trust-pickle", help="Allow the file to run code while loading. Only for files you trust.")
+]
+Key = Annotated[
+    str | None,
+    typer.Option("--key", metavar="A.B", help="Where in the checkpoint the weights are, if in several places."),
+]
+Ema = Annotated[bool, typer.Option("--ema", help="Take the averaged weights (EMA) instead of the raw ones.")]
+AllowMissing = Annotated[
+    bool, typer.Option("--allow-missing", help="Accept keys that are missing, or that the network does not know.")
 ]
 Input = Annotated[
     list[str] | None,
@@ -106,6 +115,9 @@ def export(
     factory: Factory = None,
     factory_arg: FactoryArg = None,
     trust_pickle: TrustPickle = False,
+    key: Key = None,
+    ema: Ema = False,
+    allow_missing: AllowMissing = False,
     only: Only = None,
     skip: Skip = None,
     no_merge: NoMerge = False,
@@ -143,6 +155,9 @@ def export(
             factory=factory,
             factory_args=_factory_args(factory_arg),
             trust_pickle=trust_pickle,
+            key=key,
+            ema=ema,
+            allow_missing=allow_missing,
             only=only,
             skip=skip,
             merge=not no_merge,
@@ -214,6 +229,9 @@ def inspect(
     factory: Factory = None,
     factory_arg: FactoryArg = None,
     trust_pickle: TrustPickle = False,
+    key: Key = None,
+    ema: Ema = False,
+    allow_missing: AllowMissing = False,
     only: Only = None,
     skip: Skip = None,
     no_merge: NoMerge = False,
@@ -225,24 +243,20 @@ def inspect(
     from .render import Screen
 
     with Screen(json) as screen:
-        from bnfold.checkpoint import load_detailed, recognise
-        from bnfold.inputs import inputs_for
+        from bnfold.recognition import recognise
         from bnfold.transform import plan
 
         _warn_of(trust_pickle, screen, file)
+        reading = _reading(factory, factory_arg, trust_pickle, key, ema, allow_missing)
         specs = _example_inputs(input)
         screen.step(f"loading {file.name}")
+        kind = recognise(file)
+        if kind in ("torch", "safetensors", "sharded") and factory is None and not trust_pickle:
+            screen.show(_looked_into(file, kind))
+            return
         model, inputs, notes = file, None, ()
-        if recognise(file) != "onnx" or factory is not None:
-            loaded = load_detailed(
-                file, factory=factory, factory_args=_factory_args(factory_arg), trust_pickle=trust_pickle
-            )
-            model, notes = loaded.model, loaded.notes
-            if loaded.kind == "state-dict":
-                model.eval()
-            if loaded.kind in ("state-dict", "module"):
-                inputs, more = inputs_for(model, specs)
-                notes = (*notes, *more)
+        if kind != "onnx" or factory is not None:
+            model, inputs, notes = _loaded(file, reading, specs)
         screen.step("planning")
         report = plan(
             model,
@@ -268,6 +282,9 @@ def verify(
     factory: Factory = None,
     factory_arg: FactoryArg = None,
     trust_pickle: TrustPickle = False,
+    key: Key = None,
+    ema: Ema = False,
+    allow_missing: AllowMissing = False,
     provider: Annotated[
         list[str] | None, typer.Option("--provider", metavar="NAME", help="cpu, cuda, … (repeatable; default cpu).")
     ] = None,
@@ -284,7 +301,8 @@ def verify(
 
         _warn_of(trust_pickle, screen, reference, candidate)
         shapes = _shapes(input)
-        models = [_runnable(path, factory, factory_arg, trust_pickle, screen.step) for path in (reference, candidate)]
+        reading = _reading(factory, factory_arg, trust_pickle, key, ema, allow_missing)
+        models = [_runnable(path, reading, screen.step) for path in (reference, candidate)]
         screen.step("verifying")
         verdict = run_verify(*models, shapes=shapes, providers=_providers(provider), tolerance=tolerance)
         report = Report(verdict=verdict)
@@ -351,24 +369,63 @@ def _warn_of(trust_pickle: bool, screen: Screen, *files: Path) -> None:
         screen.warn(f"--trust-pickle lets {names} run code while it is read")
 
 
-def _runnable(
-    path: Path, factory: str | None, factory_arg: list[str] | None, trust_pickle: bool, step: Callable[[str], None]
-) -> Any:
+def _reading(
+    factory: str | None, factory_arg: list[str] | None, trust_pickle: bool, key: str | None, ema: bool, missing: bool
+) -> Reading:
+    from bnfold.checkpoint import Reading
+
+    return Reading(factory, _factory_args(factory_arg), trust_pickle, key, ema, missing)
+
+
+def _looked_into(path: Path, kind: str) -> Report:
+    """What a checkpoint holds, without torch: keys, shapes and the norms that they show."""
+    from bnfold.contents import as_plain, read_contents
+    from bnfold.report import FileInfo, Norm, Report
+
+    contents = as_plain(read_contents(path, kind))
+    norms = [Norm(n["norm"], "running statistics", n["channels"]) for s in contents["sets"][:1] for n in s["norms"]]
+    modules = any(s["kind"] != "state dict" for s in contents["sets"])
+    note = "--trust-pickle" if modules else "--factory package.module:callable"
+    return Report(
+        norms=tuple(norms),
+        files=(FileInfo("source", str(path), path.stat().st_size),),
+        notes=(f"pass {note} to see what folding would do",),
+        contents=contents,
+    )
+
+
+def _loaded(path: Path, reading: Reading, specs: Any) -> tuple[Any, Any, tuple[str, ...]]:
+    """A model to plan for, example inputs where it needs them, and notes. A script counts as the ONNX it becomes."""
+    from bnfold.checkpoint import load_detailed
+    from bnfold.inputs import inputs_for
+    from bnfold.scripts import write_script
+
+    loaded = load_detailed(path, reading)
+    model, notes = loaded.model, loaded.notes
+    if loaded.kind in ("state-dict", "torchscript"):
+        model.eval()
+    if loaded.kind not in ("state-dict", "module", "torchscript"):
+        return model, None, notes
+    inputs, more = inputs_for(model, specs, loaded.shapes)
+    if loaded.kind == "torchscript":
+        return write_script(model, inputs), None, (*notes, *more)
+    return model, inputs, (*notes, *more)
+
+
+def _runnable(path: Path, reading: Reading, step: Callable[[str], None]) -> Any:
     """An .onnx stays a path, so that onnxruntime reads it; anything else is loaded."""
-    from bnfold.checkpoint import load_detailed, recognise
+    from bnfold.checkpoint import Reading, load_detailed
     from bnfold.onnx_files import open_onnx
+    from bnfold.recognition import recognise
 
     step(f"loading {path.name}")
     onnx = path.suffix.lower() == ".onnx"
     if onnx and recognise(path) == "onnx":
         open_onnx(path)
         return path
-    loaded = load_detailed(
-        path,
-        factory=None if onnx else factory,
-        factory_args={} if onnx else _factory_args(factory_arg),
-        trust_pickle=trust_pickle,
-    )
+    loaded = load_detailed(path, Reading(trust_pickle=reading.trust_pickle) if onnx else reading)
+    if loaded.kind == "torchscript":
+        loaded.model.eval()
     return path if loaded.kind == "onnx" else loaded.model
 
 

@@ -118,7 +118,10 @@ def show_report(report: Report, as_json: bool, planned: bool) -> None:
 def _plain(report: Report, planned: bool) -> None:
     for note in report.notes:
         print(f"note: {note}")
-    if _folding(report):
+    if report.contents is not None:
+        for line in (*_overview(report.contents), *_listing(report.contents)):
+            print(line)
+    elif _folding(report):
         print(_summary(report, planned))
     fate, other = ("would fold", "would stay") if planned else ("folded", "kept  ")
     for f in report.folded:
@@ -134,6 +137,42 @@ def _plain(report: Report, planned: bool) -> None:
         print(_judgement(report.verdict))
     for line in _files(report):
         print(line)
+
+
+FORMATS = {
+    "torch": "a file of torch.save", "safetensors": "a safetensors file", "sharded": "a checkpoint in several files",
+    "torchscript": "a TorchScript archive",
+}  # fmt: skip
+
+
+def _overview(contents: dict[str, Any]) -> list[str]:
+    """What a checkpoint is and holds, in a few lines."""
+    lines = [f"{FORMATS.get(contents['format'], contents['format'])}"]
+    for found in contents["sets"]:
+        types = Counter(t["dtype"] for t in found["tensors"].values())
+        kinds = ", ".join(f"{n} {dtype}" for dtype, n in types.most_common())
+        where = f"under '{found['key']}': " if found["key"] else ""
+        norms = _counted(len(found["norms"]), "normalization")
+        lines.append(f"{where}{found['kind']}, {_counted(len(found['tensors']), 'tensor')} ({kinds}), {norms}")
+    if not contents["sets"]:
+        lines.append("no weights")
+    lines += [f"{key}: {what}" for key, what in contents["others"].items()]
+    if asked := contents["asks_for"]:
+        more = f" and {len(asked) - 3} more" if len(asked) > 3 else ""
+        lines.append(f"reading it whole would run {', '.join(asked[:3])}{more}")
+    return lines
+
+
+def _listing(contents: dict[str, Any], limit: int | None = None) -> list[str]:
+    """Every tensor and every norm of every set of weights."""
+    lines: list[str] = []
+    for found in contents["sets"]:
+        start = f"{found['key']}: " if len(contents["sets"]) > 1 else ""
+        lines += [f"tensor  {start}{k}  {t['dtype']} {t['shape']}" for k, t in found["tensors"].items()]
+        lines += [f"norm    {start}{n['norm']}  {_counted(n['channels'], 'channel')}" for n in found["norms"]]
+    if limit is None or len(lines) <= limit:
+        return lines
+    return [*lines[:limit], f"… {len(lines) - limit} more, see --json"]
 
 
 def _folding(report: Report) -> bool:
@@ -215,7 +254,10 @@ def _pretty(report: Report, planned: bool) -> None:
         _table(console, _folds(report, planned))
     if report.kept:
         _table(console, _kept(report, planned))
-    if _folding(report):
+    if report.contents is not None:
+        for line in (*_listing(report.contents, LONGEST_LIST), *_overview(report.contents)):
+            console.print(escape(line), soft_wrap=True)
+    elif _folding(report):
         console.print(f"[bold]{escape(_summary(report, planned))}[/bold]", soft_wrap=True)
     if (v := report.verdict) is not None:
         if v.outputs:

@@ -1,5 +1,6 @@
 """What `bnfold.checkpoint` makes of model files: every format, and every way to be wrong."""
 
+import json
 import os
 import pickle
 import subprocess
@@ -16,7 +17,7 @@ from onnx import TensorProto, helper
 from safetensors.torch import save_file
 from torch import nn
 
-from bnfold.checkpoint import load, load_detailed
+from bnfold.checkpoint import Reading, load, load_detailed
 from bnfold.errors import BnfoldError, InvalidFileError, UsageError
 from bnfold.factories import resolve_factory
 
@@ -28,10 +29,6 @@ class Tied(nn.Module):
         self.b = nn.Linear(4, 4)
         self.b.weight = self.a.weight
         self.a.bias.requires_grad_(False)
-
-
-class Timm(Net):
-    default_cfg = {"input_size": (3, 32, 32)}  # noqa: RUF012
 
 
 def prefixed(prefix: str, weights: dict = WEIGHTS) -> OrderedDict:
@@ -67,9 +64,13 @@ class Good(NamedTuple):
     notes: tuple[str, ...] = ()
     factory: Any = Net
     trust: bool = False
+    options: dict[str, Any] = {}  # noqa: RUF012
 
 
 FOLD = "weights taken from "
+OTHER = net(1).state_dict()
+RAW = "are not used (model.conv.weight, model.conv.bias, model.bn.weight and 4 more)"
+EMA = RAW.replace("model.", "model_ema.module.")
 GOOD = {
     "bare": Good(saved(WEIGHTS)),
     "older-than-zip": Good(old(WEIGHTS)),
@@ -79,11 +80,11 @@ GOOD = {
     "known-key-first": Good(saved({"other": prefixed("z."), "model": WEIGHTS}), notes=(FOLD + "'model'",)),
     "averaged-beside": Good(
         saved({"ema": cast(torch.float64), "model": WEIGHTS}),
-        notes=(FOLD + "'model'", "the averaged copy under 'ema' is not used"),
+        notes=(FOLD + "'model'", "the averaged copy under 'ema' is not used (--ema takes it)"),
     ),
     "averaged-of-timm": Good(
         saved({"state_dict_ema": WEIGHTS, "state_dict": WEIGHTS}),
-        notes=(FOLD + "'state_dict'", "the averaged copy under 'state_dict_ema' is not used"),
+        notes=(FOLD + "'state_dict'", "the averaged copy under 'state_dict_ema' is not used (--ema takes it)"),
     ),
     "averaged-alone": Good(saved({"ema": WEIGHTS}), notes=(FOLD + "'ema'",)),
     "prefix": Good(saved(prefixed("module.")), notes=("prefix 'module.' taken off the keys",)),
@@ -96,13 +97,56 @@ GOOD = {
     "module-wrapped": Good(
         saved({"model": net(), "ema": net()}),
         "module",
-        (FOLD + "'model'", "the averaged copy under 'ema' is not used"),
+        (FOLD + "'model'", "the averaged copy under 'ema' is not used (--ema takes it)"),
         None,
         True,
     ),
     "module-averaged-alone": Good(saved({"model": None, "ema": net()}), "module", (FOLD + "'ema'",), None, True),
     "module-parallel": Good(saved(nn.DataParallel(net())), "module", ("DataParallel taken off",), None, True),
     "module-into-factory": Good(saved(net()), "state-dict", (), Net, True),
+    "asked-for-by-key": Good(
+        saved({"gen": OTHER, "dis": {"weights": WEIGHTS}}),
+        notes=(FOLD + "'dis.weights'",),
+        options={"key": "dis.weights"},
+    ),
+    "average-asked-for": Good(
+        saved({"state_dict": OTHER, "state_dict_ema": WEIGHTS}),
+        options={"ema": True},
+        notes=("averaged weights taken from 'state_dict_ema'", "the raw copy under 'state_dict' is not used"),
+    ),
+    "average-among-the-keys": Good(
+        saved({"state_dict": {**prefixed("model."), **prefixed("model_ema.module.", OTHER)}}),
+        notes=(FOLD + "'state_dict'", "prefix 'model.' taken off the keys", f"7 keys of another copy {EMA}"),
+    ),
+    "average-among-the-keys-asked-for": Good(
+        saved({"state_dict": {**prefixed("model.", OTHER), **prefixed("model_ema.module.")}}),
+        options={"ema": True},
+        notes=(FOLD + "'state_dict'", "prefix 'model_ema.module.' taken off the keys", f"7 keys of another copy {RAW}"),
+    ),
+    "average-of-bare-weights": Good(
+        saved({**WEIGHTS, **prefixed("ema.", OTHER), "ema.decay": torch.ones(())}),
+        notes=("8 keys of another copy are not used (ema.conv.weight, ema.conv.bias, ema.bn.weight and 5 more)",),
+    ),
+    "lightning": Good(
+        saved(
+            {
+                "epoch": 3,
+                "state_dict": prefixed("model."),
+                "hyper_parameters": {"lr": 0.1},
+                "optimizer_states": [],
+                "pytorch-lightning_version": "2.4.0",
+                "callbacks": {},
+                "loops": {"fit_loop": {"state_dict": {}}},
+            }
+        ),
+        notes=(FOLD + "'state_dict'", "prefix 'model.' taken off the keys"),
+    ),
+    "strange-keys-allowed": Good(
+        saved({**prefixed("model."), "loss.weight": torch.ones(3)}),
+        options={"allow_missing": True},
+        notes=("prefix 'model.' taken off the keys", "1 keys unexpected (loss.weight): allowed"),
+    ),
+    "a-tensor-beside": Good(saved({"model": WEIGHTS, "best": torch.ones(())}), notes=(FOLD + "'model'",)),
     "weights-trusted": Good(saved(WEIGHTS), trust=True),
     "protocol-4-trusted": Good(saved(WEIGHTS, pickle_protocol=4), trust=True),
 }
@@ -112,7 +156,7 @@ GOOD = {
 def test_loads(name, tmp_path):
     case, file = GOOD[name], tmp_path / "any.bin"  # the suffix says nothing
     file.write_bytes(case.data)
-    found = load_detailed(file, factory=case.factory, trust_pickle=case.trust)
+    found = load_detailed(file, Reading(case.factory, trust_pickle=case.trust, **case.options))
     assert (found.kind, found.notes) == (case.kind, case.notes)
     assert_weights(found.model)
 
@@ -159,10 +203,25 @@ def test_onnx_with_external_data(tmp_path):
     assert onnx.numpy_helper.to_array(model.graph.initializer[0]).tolist() == [1, 1]
 
 
-def test_declared_input_shape(tmp_path):
-    torch.save(WEIGHTS, tmp_path / "w.pt")
-    assert load_detailed(tmp_path / "w.pt", factory=Timm).default_shapes == ((2, 3, 32, 32),)
-    assert load_detailed(tmp_path / "w.pt", factory=Net).default_shapes is None
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_a_checkpoint_in_several_files(kind, tmp_path):
+    index: dict[str, str] = {}
+    for k, part in enumerate((list(WEIGHTS)[:3], list(WEIGHTS)[3:])):
+        shard = tmp_path / f"model-{k}.{kind}"
+        (save_file if kind == "safetensors" else torch.save)({n: WEIGHTS[n] for n in part}, shard)
+        index |= dict.fromkeys(part, shard.name)
+    (tmp_path / "index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    assert_weights(load(tmp_path / "index.json", factory=Net))
+
+
+@pytest.mark.parametrize("trace", [True, False], ids=["traced", "scripted"])
+def test_torchscript(trace, tmp_path):
+    x = torch.randn(3, 3, 9, 8)
+    made = torch.jit.trace(net(), x) if trace else torch.jit.script(net())
+    made.save(tmp_path / "net.bin")
+    found = load_detailed(tmp_path / "net.bin")
+    assert (found.kind, found.shapes) == ("torchscript", ((3, 3, 9, 8),) if trace else None)
+    assert torch.equal(found.model(x), net()(x))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -170,7 +229,7 @@ def test_declared_input_shape(tmp_path):
 def test_half_precision_is_kept(dtype, keys, tmp_path):
     stored = cast(dtype, keys)
     torch.save(stored, tmp_path / "w.pt")
-    found = load_detailed(tmp_path / "w.pt", factory=Net)
+    found = load_detailed(tmp_path / "w.pt", Reading(Net))
     for key, tensor in found.model.state_dict().items():
         assert tensor.dtype == stored[key].dtype, key
         assert torch.equal(tensor, stored[key])
@@ -252,7 +311,22 @@ BAD = {
     "older-cut-short": Bad(old(WEIGHTS)[:-100], ("damaged or cut short",)),
     "older-cut-very-short": Bad(old(WEIGHTS)[:200], ("damaged or cut short",)),
     "older-with-noise": Bad(old(WEIGHTS)[:20] + os.urandom(300), ()),
-    "torchscript": Bad(script(), ("TorchScript", "torch.export.save")),
+    "torchscript-of-nothing": Bad(script(), ("damaged or cut short", "copy")),
+    "index-without-its-shards": Bad(
+        b'{"weight_map": {"a": "m-1.safetensors"}}', ("'m-1.safetensors' is missing", "beside the index")
+    ),
+    "index-that-leads-elsewhere": Bad(b'{"weight_map": {"a": "../m.bin"}}', ("unsafe", "outside its folder")),
+    "index-of-nonsense": Bad(b'{"weight_map": 7}', ("damaged",)),
+    "key-unknown": Bad(
+        saved({"gen": WEIGHTS, "dis": WEIGHTS}),
+        ("no weights under the key 'den'", "did you mean 'gen'?"),
+        options={**NEEDS, "key": "den"},
+    ),
+    "no-average": Bad(
+        saved({"model": WEIGHTS}),
+        ("no averaged weights", "it holds 'model'", "leave out --ema"),
+        options={**NEEDS, "ema": True},
+    ),
     "safetensors-cut-short": Bad((500).to_bytes(8, "little") + b'{"a":', ("safetensors file cut short",)),
     "safetensors-noise": Bad((9).to_bytes(8, "little") + b"{noise !}", ("damaged", "copy")),
     "onnx-noise": Bad(b"\x08\x07noise", ("not a valid ONNX model",), name="net.onnx"),
@@ -272,7 +346,7 @@ BAD = {
     "no-factory-wrapped": Bad(saved({"model": WEIGHTS}), ("(7 tensors under 'model', e.g. 'conv.",), UsageError),
     "tensor": Bad(saved(torch.ones(2)), ("a Tensor, neither",)),
     "optimizer-only": Bad(saved({"optimizer": {"lr": 1}, "epoch": 2}), ("the keys optimizer, epoch", "neither")),
-    "two-networks": Bad(saved({"gen": WEIGHTS, "dis": WEIGHTS}), ("several", "gen, dis"), options=NEEDS),
+    "two-networks": Bad(saved({"gen": WEIGHTS, "dis": WEIGHTS}), ("several", "'gen', 'dis'", "--key"), options=NEEDS),
     "keys-missing": Bad(
         saved(misses("conv.bias", "bn.weight")), ("Net", "2 keys missing (conv.bias, bn.weight)"), options=NEEDS
     ),

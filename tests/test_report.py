@@ -68,7 +68,7 @@ def test_schema():
     data = json.loads(FULL.to_json())
     assert list(data) == [
         "schema", "norms", "folded", "kept", "affine", "findings", "statistics", "verdict", "files", "bytes_added",
-        "notes",
+        "notes", "contents",
     ]  # fmt: skip
     assert data["schema"] == SCHEMA == 1
     assert data["folded"][0] == {

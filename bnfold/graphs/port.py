@@ -71,8 +71,8 @@ def open_graph(
 
 
 def _opened(path: Path) -> Any:
-    from ..checkpoint import recognise
     from ..onnx_files import open_onnx
+    from ..recognition import recognise
 
     return open_onnx(path) if recognise(path) == "onnx" else load_onnx(path)
 

@@ -1,0 +1,84 @@
+"""What kind of model a file is, recognised from its content, never from its suffix; torch is not imported."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from .archives import AGAIN, GIB, damaged, member_names
+from .errors import InvalidFileError
+from .selection import some_of
+
+TORCH_MAGIC = bytes.fromhex("6cfc9c46f9206aa85019")  # the first object in a torch.save file older than the zip format
+INDEX_BYTES = 1 << 26  # an index of shards is no longer than this
+
+# Files that are given for a model by mistake, by how they begin.
+STRANGERS = {
+    rb"$": f"is empty; {AGAIN}",
+    rb"\s*<(!doctype|html)": "an HTML page, perhaps an error or login page saved as the model; download it again",
+    rb"version https://git-lfs": "a Git LFS pointer, not the model; run `git lfs pull` where it was cloned",
+    rb"\x80[\x02-\x05]": "a plain pickle, not written by torch.save; save model.state_dict() with torch.save",
+    rb"\x89HDF": "an HDF5 (Keras) file, which is not read; export the model to ONNX",
+    rb".{4}TFL3": "a TensorFlow Lite file, which is not read; export the model to ONNX",
+    rb"\x1f\x8b|BZh|\xfd7zXZ|\x28\xb5\x2f\xfd|.{257}ustar": "a compressed file or a tar archive; unpack it first",
+}
+
+
+def recognise(path: Path) -> str:
+    """What the file is; "onnx" when there is no sign of anything else.
+
+    One of "torch" (torch.save), "torchscript", "exported-program", "safetensors", "sharded" (the index of a checkpoint
+    in several files) and "onnx". Raises InvalidFileError for what is no model, or cannot be read.
+    """
+    try:
+        if path.is_dir():
+            raise InvalidFileError(f"{path}: is a folder; name the model file in it")
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            head = file.read(512)
+    except FileNotFoundError:
+        raise InvalidFileError(f"{path}: no such file (looked from {Path.cwd()}); check the path") from None
+    except OSError as error:
+        raise InvalidFileError(f"{path}: cannot be read ({error.strerror}); check path and permissions") from None
+    if head.startswith(b"PK"):
+        return _recognise_zip(path)
+    if head.startswith(b"\x80") and TORCH_MAGIC in head:
+        return "torch"
+    length = int.from_bytes(head[:8], "little")
+    if head[8:9] == b"{" and length < GIB:
+        if length > size - 8:
+            raise InvalidFileError(f"{path}: a safetensors file cut short; {AGAIN}")
+        return "safetensors"
+    if head.lstrip().startswith(b"{") and b'"weight_map"' in path.read_bytes()[:INDEX_BYTES]:
+        return "sharded"
+    for pattern, found in STRANGERS.items():
+        if re.match(pattern, head, re.IGNORECASE | re.DOTALL):
+            raise InvalidFileError(f"{path}: {found}")
+    return "onnx"
+
+
+def _recognise_zip(path: Path) -> str:
+    names = [n.partition("/")[2] or n for n in member_names(path)]
+    if "data.pkl" in names and ("constants.pkl" in names or any(n.startswith("code/") for n in names)):
+        return "torchscript"
+    if "data.pkl" in names:
+        return "torch"
+    if "serialized_exported_program.json" in names or any(re.match(r"models/.*\.json$", n) for n in names):
+        return "exported-program"
+    raise InvalidFileError(f"{path}: a zip archive without a model (it holds {some_of(names)}); unpack it first")
+
+
+def shards_of(path: Path) -> list[Path]:
+    """The files that the index of a sharded checkpoint names. Raises InvalidFileError where they are not beside it."""
+    try:
+        named = sorted(set(json.loads(path.read_bytes())["weight_map"].values()))
+        shards = [path.parent / name for name in named]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise damaged(path, error) from None
+    for shard in shards:
+        if not shard.resolve().is_relative_to(path.parent.resolve()):
+            raise InvalidFileError(f"{path}: unsafe, its shard {shard.name!r} lies outside its folder; do not use it")
+        if not shard.is_file():
+            raise InvalidFileError(f"{path}: its shard {shard.name!r} is missing; put all of them beside the index")
+    return shards
