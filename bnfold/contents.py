@@ -158,7 +158,7 @@ def _header(path: Path) -> dict[str, TensorInfo]:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
     return {
-        key: TensorInfo(tuple(entry["shape"]), SAFETENSORS.get(entry["dtype"], entry["dtype"].lower()))
+        key: TensorInfo(tuple(entry["shape"]), SAFETENSORS.get(entry["dtype"], str(entry["dtype"]).lower()))
         for key, entry in header.items()
         if key != "__metadata__"
     }
@@ -322,7 +322,9 @@ class _Machine(pickle._Unpickler):  # pyright: ignore[reportPrivateUsage, report
 
     def persistent_load(self, pid: Any) -> Any:
         """A storage, of which only the type counts, or, in older files, a class that comes with its source text."""
-        kind = pid[1] if isinstance(pid, tuple) and len(pid) > 1 else None
+        if not isinstance(pid, tuple) or len(pid) < 2:
+            return _Storage("?")
+        what, kind, *_ = pid
         if isinstance(kind, _Type):
             return kind()
-        return kind if pid[0] == "module" else _Storage("?")
+        return kind if what == "module" else _Storage("?")

@@ -12,6 +12,7 @@ import dataclasses
 import os
 import re
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -313,7 +314,9 @@ class ProgramEvaluator:
 
 def _copy(module: Any, float64: bool) -> Any:
     copied = copy.deepcopy(module)
-    return copied.double() if float64 else copied
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # scripted modules warn of gradients that nobody asks for
+        return copied.double() if float64 else copied
 
 
 def _forward(module: Any, args: Any, kwargs: Any, float64: bool) -> Outputs:

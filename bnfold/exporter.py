@@ -15,7 +15,7 @@ from .checkpoint import Reading, load_detailed
 from .errors import InvalidFileError, NotEquivalentError, RemainingNormsError, UsageError
 from .files import check_output, default_output, staged
 from .graphs.port import is_onnx, is_path
-from .inputs import inputs_for, is_specs, shapes_of
+from .inputs import Example, Free, inputs_for, is_specs, shapes_of
 from .onnx_files import OnnxFile, open_onnx
 from .onnx_output import data_names, free_name, superseded_data, write_model
 from .recognition import recognise
@@ -110,10 +110,10 @@ def export(
             raise UsageError("--opset, --static and names apply to torch models; the source is an ONNX file already")
         listed = {"freeze_initializers": freeze_initializers, "respect_inputs": respect_inputs}
         return _from_onnx(path if on_disk else source, target, listed, selection, checks, providers)
-    inputs, found = (None, ()) if _is_program(source) else inputs_for(source, example_inputs, shapes)
+    given = Example(None) if _is_program(source) else inputs_for(source, example_inputs, shapes)
     write = _script_to_onnx if _is_script(source) else _to_onnx
-    candidate, report = write(source, inputs, selection, static, opset, input_names, output_names, step)
-    report = report.with_(notes=(*notes, *found, *report.notes))
+    candidate, report = write(source, given, selection, static, opset, input_names, output_names, step)
+    report = report.with_(notes=(*notes, *given.notes, *report.notes))
     size = None if path is None else path.stat().st_size
     superseded = superseded_data(target)
     with staged(target, superseded) as temporary:
@@ -231,7 +231,7 @@ def _is_script(source: Any) -> bool:
 
 def _to_onnx(
     source: Any,
-    example_inputs: Any,
+    given: Example,
     selection: dict[str, Any],
     static: bool,
     opset: int | None,
@@ -243,13 +243,14 @@ def _to_onnx(
     from .graphs.torch_graph import program_graph
 
     step("capturing the graph")
-    graph = program_graph(source, example_inputs, static=static)
+    graph = program_graph(source, given.inputs, static=static, free=given.free)
     step("folding")
     planning = planned(graph, **selection)
     program, added = graph.apply(planning)
     report = planning.report.with_(bytes_added=added)
     step("writing ONNX with torch.onnx")
     model = _exported(program, opset, input_names, output_names)
+    report = report.with_(notes=(*report.notes, *_name_sizes(model, {} if static else given.free)))
     if late := _late(report, model):
         step("folding what is left in ONNX")
         rest = fold(model, only=[glob.escape(n) for n in late], keep_broken=True)
@@ -259,7 +260,7 @@ def _to_onnx(
 
 def _script_to_onnx(
     source: Any,
-    example_inputs: Any,
+    given: Example,
     selection: dict[str, Any],
     static: bool,
     opset: int | None,
@@ -270,8 +271,9 @@ def _script_to_onnx(
     """Write a TorchScript module as ONNX, norms and all, and fold it there."""
     step("writing ONNX with torch.onnx")
     model = write_script(
-        source, example_inputs, static=static, opset=opset, input_names=input_names, output_names=output_names
-    )
+        source, given.inputs, free=given.free, static=static, opset=opset, input_names=input_names,
+        output_names=output_names,
+    )  # fmt: skip
     _check_asked(model, opset, input_names or (), output_names or ())
     step("folding")
     folded = fold(model, **selection)
@@ -318,7 +320,6 @@ def _exported(program: Any, opset: int | None, inputs: Sequence[str] | None, out
     assert exported is not None
     model = exported.model_proto
     _check_asked(model, opset, inputs or (), outputs or ())
-    _name_batch(model)
     return model
 
 
@@ -332,17 +333,39 @@ def _check_asked(model: Any, opset: int | None, inputs: Sequence[str], outputs: 
             raise UsageError(f"--{option}-name: {len(names)} given, but the model's {option}s number {len(values)}")
 
 
-def _name_batch(model: Any) -> None:
-    """Call the free leading dimension of the inputs `batch` instead of the exporter's `s77`."""
-    leading = {i.type.tensor_type.shape.dim[0].dim_param for i in model.graph.input
-               if i.type.tensor_type.shape.dim} - {""}  # fmt: skip
-    if len(leading) != 1:
-        return
-    symbol = re.compile(rf"\b{re.escape(leading.pop())}\b")
-    for info in (*model.graph.input, *model.graph.output, *model.graph.value_info):
-        for dim in info.type.tensor_type.shape.dim:
+def _name_sizes(model: Any, free: Free) -> tuple[str, ...]:
+    """Call free sizes of the inputs what they are to be called, a leading one `batch` instead of the exporter's `s77`.
+
+    Returns a line for each size that was to stay free and did not.
+    """
+    sizes = [
+        dim for info in (*model.graph.input, *model.graph.output, *model.graph.value_info)
+        for dim in info.type.tensor_type.shape.dim if dim.dim_param
+    ]  # fmt: skip
+    for dim in sizes:
+        if dim.dim_param.isdecimal():  # what was to be free and turned out to be fixed is spelled as a name
+            dim.dim_value = int(dim.dim_param)
+    names: dict[str, str] = {}
+    notes: list[str] = []
+    for k, value in enumerate(model.graph.input):
+        dims = value.type.tensor_type.shape.dim
+        for i, name in (free.get(value.name) or free.get(str(k)) or {}).items():
+            if dims[i].dim_param:
+                names.setdefault(dims[i].dim_param, name)
+            else:
+                notes.append(
+                    f"{name} of input {value.name} is {dims[i].dim_value}: the exporter could not keep it free"
+                )
+    leading = {v.type.tensor_type.shape.dim[0].dim_param for v in model.graph.input
+               if v.type.tensor_type.shape.dim} - {"", *names}  # fmt: skip
+    if len(leading) == 1 and "batch" not in names.values():
+        names[leading.pop()] = "batch"
+    if names:
+        symbols = re.compile(rf"\b({'|'.join(map(re.escape, names))})\b")
+        for dim in sizes:
             if dim.dim_param:
-                dim.dim_param = symbol.sub("batch", dim.dim_param)
+                dim.dim_param = symbols.sub(lambda m: names[m[1]], dim.dim_param)
+    return tuple(notes)
 
 
 def _joined(report: Report, rest: Report, late: Mapping[str, str]) -> Report:

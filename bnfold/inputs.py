@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .errors import UsageError
@@ -12,15 +12,19 @@ from .errors import UsageError
 SIDES = (224, 256, 384, 64, 32)  # image sizes that are tried, in this order
 LENGTHS = (1024, 16000, 256, 64)  # signal lengths, likewise
 VOLUMES = (16, 32, 64)  # sides of volumes
-_SIZE = r"0*[1-9]\d*"
+APART = 32  # between the sizes of two free dimensions, so that no exporter takes them for one
+_SIZE = r"(?:0*[1-9]\d*|[A-Z][A-Z0-9_]*)"
 _SPEC = re.compile(rf"(?:(?P<name>[A-Za-z_][\w.]*)=)?(?P<shape>{_SIZE}(?:x{_SIZE})*|scalar)(?::(?P<dtype>\w+))?")
+
+Free = Mapping[str, Mapping[int, str]]
+"""What the free dimensions of inputs are called, by the input's name, or its position in digits."""
 
 
 @dataclass(frozen=True, slots=True)
 class InputSpec:
-    """One input: its shape, and a name and a dtype where they were given."""
+    """One input: its shape, whose free sizes have names, and a name and a dtype where they were given."""
 
-    shape: tuple[int, ...]
+    shape: tuple[int | str, ...]
     name: str | None = None
     dtype: str = "float32"
 
@@ -29,21 +33,23 @@ class InputSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Inferred:
-    """Inputs that the module accepted, and a line that says which."""
+class Example:
+    """Inputs for a module, lines for the report that say how they came about, and what is to stay free in them."""
 
-    inputs: tuple[Any, ...]
-    note: str
+    inputs: Any
+    notes: tuple[str, ...] = ()
+    free: Free = field(default_factory=dict[str, Mapping[int, str]])
 
 
 def parse_inputs(texts: Iterable[str]) -> tuple[InputSpec, ...]:
-    """`1x3x224x224`, `image=1x3x224x224`, `ids=1x16:int64`. Raises UsageError for anything else."""
+    """`1x3x224x224`, `image=1x3xHxW`, `ids=1x16:int64`. Raises UsageError for anything else."""
     specs: list[InputSpec] = []
     for text in texts:
         m = _SPEC.fullmatch(text.strip())
         if m is None:
-            raise UsageError(f"--input {text}: expected sizes such as 1x3x224x224, name=1x3x224x224 or ids=1x16:int64")
-        shape = () if m["shape"] == "scalar" else tuple(map(int, m["shape"].split("x")))
+            raise UsageError(f"--input {text}: expected sizes such as 1x3x224x224, name=1x3xHxW or ids=1x16:int64")
+        sizes = [] if m["shape"] == "scalar" else m["shape"].split("x")
+        shape = tuple(int(n) if n.isdecimal() else n for n in sizes)
         specs.append(InputSpec(shape, m["name"], m["dtype"] or "float32"))
     named = [s for s in specs if s.name]
     if named and len(named) != len(specs):
@@ -51,28 +57,25 @@ def parse_inputs(texts: Iterable[str]) -> tuple[InputSpec, ...]:
     return tuple(specs)
 
 
-def shapes_of(specs: Sequence[InputSpec]) -> dict[str, tuple[int, ...]] | list[tuple[int, ...]]:
+def shapes_of(specs: Sequence[InputSpec]) -> dict[str, tuple[int | str, ...]] | list[tuple[int | str, ...]]:
     """The shapes by name where the specs are named, else in order, as `verify` takes them."""
     return {s.name or "": s.shape for s in specs} if specs[0].name else [s.shape for s in specs]
 
 
-def inputs_for(
-    module: Any, given: Any = None, shapes: Sequence[tuple[int, ...]] | None = None
-) -> tuple[Any, tuple[str, ...]]:
-    """Example inputs for a module, and notes: those that were given (specs or tensors), else inferred ones.
+def inputs_for(module: Any, given: Any = None, shapes: Sequence[tuple[int, ...]] | None = None) -> Example:
+    """Example inputs for a module: those that were given (specs or tensors), else inferred ones.
 
-    `shapes` are those that the module's file says it takes.
+    `shapes` are those that the module's file says it takes. Raises UsageError where none fits.
     """
     if is_specs(given):
-        return make_inputs(given, module), ()
+        return _sized(given, module)
     if given is not None:
-        return given, ()
+        return Example(given)
     if shapes is not None:
         specs = [InputSpec(s) for s in shapes]
         text = ", ".join(map(str, specs))
-        return make_inputs(specs, module), (f"input {text}, as the file says; pass --input for another",)
-    inferred = infer_inputs(module)
-    return inferred.inputs, (inferred.note,)
+        return Example(make_inputs(specs, module), (f"input {text}, as the file says; pass --input for another",))
+    return infer_inputs(module)
 
 
 def is_specs(given: Any) -> bool:
@@ -91,46 +94,81 @@ def make_inputs(specs: Sequence[InputSpec], like: Any = None) -> tuple[Any, ...]
     generator = torch.Generator().manual_seed(0)
     made: list[Any] = []
     for s in specs:
+        shape = [n for n in s.shape if isinstance(n, int)]
+        assert len(shape) == len(s.shape), "free sizes are chosen first"
         dtype = getattr(torch, s.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise UsageError(f"--input {s}: {s.dtype} is no dtype of torch")
         if dtype.is_floating_point:
             wanted = own if dtype is torch.float32 and own is not None else dtype
-            made.append(torch.randn(s.shape, generator=generator).to(wanted))
+            made.append(torch.randn(shape, generator=generator).to(wanted))
         elif dtype is torch.bool:
-            made.append(torch.randint(0, 2, s.shape, generator=generator, dtype=torch.int64).bool())
+            made.append(torch.randint(0, 2, shape, generator=generator, dtype=torch.int64).bool())
         else:
-            made.append(torch.randint(0, 8, s.shape, generator=generator, dtype=torch.int64).to(dtype))
+            made.append(torch.randint(0, 8, shape, generator=generator, dtype=torch.int64).to(dtype))
     if specs and specs[0].name:
         return {s.name: t for s, t in zip(specs, made, strict=True) if s.name}
     return tuple(made)
 
 
-def infer_inputs(module: Any) -> Inferred:
+def infer_inputs(module: Any) -> Example:
     """Inputs for a module that says nothing about them: from its configuration or its first layer, by trying.
 
     Raises UsageError that lists the shapes tried.
     """
+    inputs, taken, tried = _first_that_runs(module, ([spec] for spec in _candidates(module)))
+    if inputs is not None:
+        return Example(inputs, (f"input {taken[0]} was inferred; pass --input for another",))
+    kind = type(module).__name__
+    if not tried:
+        raise UsageError(f"cannot tell what input {kind} takes: pass --input, e.g. --input 1x3x224x224")
+    raise UsageError(f"{kind} ran on none of the inputs tried ({', '.join(tried)}): pass --input with its shape")
+
+
+def _sized(specs: Sequence[InputSpec], module: Any) -> Example:
+    """Inputs of the shapes in the specs; for their free sizes, the first on which the module runs."""
+    free = {s.name or str(k): {i: n for i, n in enumerate(s.shape) if isinstance(n, str)} for k, s in enumerate(specs)}
+    if not any(free.values()):
+        return Example(make_inputs(specs, module))
+    inputs, taken, tried = _first_that_runs(module, _with_sizes(specs))
+    if inputs is None:
+        kind = type(module).__name__
+        raise UsageError(f"{kind} ran on none of the inputs tried ({', '.join(tried)}): pass --input with sizes")
+    text = ", ".join(map(str, taken))
+    return Example(inputs, (f"free sizes were tried with {text}",), {k: dims for k, dims in free.items() if dims})
+
+
+def _with_sizes(specs: Sequence[InputSpec]) -> Iterator[list[InputSpec]]:
+    """The specs with numbers for their free sizes: a batch of 2, sides that differ, then equal ones."""
+    names = dict.fromkeys(n for s in specs for n in s.shape[1:] if isinstance(n, str))
+    batch = {n: 2 for s in specs for n in s.shape[:1] if isinstance(n, str)}
+    rank = max(len(s.shape) for s in specs)
+    for side in {3: LENGTHS, 5: VOLUMES}.get(rank, SIDES):
+        for apart in (APART, 0):
+            sizes = {n: side + apart * k for k, n in enumerate(names)} | batch
+            yield [replace(s, shape=tuple(sizes[n] if isinstance(n, str) else n for n in s.shape)) for s in specs]
+
+
+def _first_that_runs(
+    module: Any, attempts: Iterable[Sequence[InputSpec]]
+) -> tuple[Any, Sequence[InputSpec], Sequence[str]]:
+    """Inputs, and the specs they were made from; or None, and the texts of all that were tried."""
     import torch
 
     from .graphs.torch_capture import eval_copy
 
     trial = eval_copy(module)
-    tried: list[str] = []
-    for spec in _candidates(trial):
-        inputs = make_inputs([spec], trial)
-        assert isinstance(inputs, tuple)
+    tried: dict[str, None] = {}
+    for specs in attempts:
+        inputs = make_inputs(specs, trial)
         try:
             with torch.no_grad():
-                trial(*inputs)
+                trial(**inputs) if isinstance(inputs, dict) else trial(*inputs)
         except Exception:
-            tried.append(str(spec))
+            tried[", ".join(map(str, specs))] = None
             continue
-        return Inferred(inputs, f"input {spec} was inferred; pass --input for another")
-    kind = type(module).__name__
-    if not tried:
-        raise UsageError(f"cannot tell what input {kind} takes: pass --input, e.g. --input 1x3x224x224")
-    raise UsageError(f"{kind} ran on none of the inputs tried ({', '.join(tried)}): pass --input with its shape")
+        return inputs, specs, ()
+    return None, (), list(tried)
 
 
 def _candidates(module: Any) -> list[InputSpec]:

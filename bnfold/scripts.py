@@ -18,6 +18,7 @@ from typing import Any
 from .archives import cause_of, damaged, members_of, packed, unsafe
 from .contents import TensorInfo, read_pickled
 from .errors import InvalidFileError
+from .inputs import Free
 
 LIBRARIES = {"aten", "prim", "prims", "quantized", "torchvision"}  # whose operators only compute
 FILES = {"save", "from_file", "read_file", "write_file"}  # but for these
@@ -51,15 +52,17 @@ def write_script(
     script: Any,
     inputs: Any,
     *,
+    free: Free | None = None,
     static: bool = False,
     opset: int | None = None,
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
 ) -> Any:
-    """The script as an ONNX model in which every norm is still there. Its first dimensions are free unless `static`.
+    """The script as an ONNX model in which every norm is still there.
 
-    `inputs` are a tuple, one tensor, or a dict by argument. torch's exporter by way of torch.export does not take
-    scripts; its older one does. Raises InvalidFileError where it cannot write this one.
+    Its first dimensions are free, and those that `free` names, unless `static`. `inputs` are a tuple, one tensor, or a
+    dict by argument. torch's exporter by way of torch.export does not take scripts; its older one does. Raises
+    InvalidFileError where it cannot write this one.
     """
     import onnx
     import torch
@@ -72,13 +75,14 @@ def write_script(
     elif not isinstance(inputs, tuple):
         inputs = (inputs,)
     names = list(input_names or arguments)[: len(inputs)]
-    free = {} if static else {n: {0: "batch"} for n, x in zip(names, inputs, strict=False) if x.dim()}
+    asked = [(free or {}).get(a) or (free or {}).get(str(k)) or {} for k, a in enumerate(arguments)]
+    axes = {n: {0: "batch", **dims} for n, x, dims in zip(names, inputs, asked, strict=False) if x.dim()}
     try:
         with quiet(), TemporaryDirectory() as folder:
             written = Path(folder) / "script.onnx"
             torch.onnx.export(
                 script, inputs, written, dynamo=False, opset_version=opset, input_names=names,
-                output_names=list(output_names) if output_names else None, dynamic_axes=free,
+                output_names=list(output_names) if output_names else None, dynamic_axes={} if static else axes,
                 # In evaluation mode the exporter folds norms itself, in float32; `script` is in that mode already.
                 training=torch.onnx.TrainingMode.PRESERVE, do_constant_folding=False,
             )  # fmt: skip

@@ -60,9 +60,7 @@ AllowMissing = Annotated[
 ]
 Input = Annotated[
     list[str] | None,
-    typer.Option(
-        "--input", "-i", metavar="SHAPE", help="1x3x224x224, name=1x3x224x224 or ids=1x16:int64 (repeatable)."
-    ),
+    typer.Option("--input", "-i", metavar="SHAPE", help="1x3x224x224, name=1x3xHxW or ids=1x16:int64 (repeatable)."),
 ]
 Only = Annotated[
     list[str] | None, typer.Option("--only", metavar="PATTERN", help="Fold only norms whose name matches (repeatable).")
@@ -406,10 +404,10 @@ def _loaded(path: Path, reading: Reading, specs: Any) -> tuple[Any, Any, tuple[s
         model.eval()
     if loaded.kind not in ("state-dict", "module", "torchscript"):
         return model, None, notes
-    inputs, more = inputs_for(model, specs, loaded.shapes)
+    given = inputs_for(model, specs, loaded.shapes)
     if loaded.kind == "torchscript":
-        return write_script(model, inputs), None, (*notes, *more)
-    return model, inputs, (*notes, *more)
+        return write_script(model, given.inputs, free=given.free), None, (*notes, *given.notes)
+    return model, given.inputs, (*notes, *given.notes)
 
 
 def _runnable(path: Path, reading: Reading, step: Callable[[str], None]) -> Any:

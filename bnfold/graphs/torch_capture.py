@@ -20,23 +20,27 @@ from torch.export.graph_signature import ExportGraphSignature
 from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError, UsageError
+from ..inputs import Free
 from .torch_trial import Inputs, agrees, first_line, first_names, first_sample, outputs_of, quiet
 from .torch_trial import eval_copy as eval_copy
 
 
-def capture(module: nn.Module, inputs: Inputs, *, static: bool = False) -> ExportedProgram:
+def capture(module: nn.Module, inputs: Inputs, *, static: bool = False, free: Free | None = None) -> ExportedProgram:
     """Export a module in eval mode, which is not run itself, with a free batch dimension where the model allows it.
 
-    `static` pins all dimensions to those of the inputs.
+    `static` pins all dimensions to those of the inputs; those in `free` are to stay free like the batch.
 
     Raises CaptureError with the exporter's first line, UsageError when the inputs do not fit the module.
     """
-    attempts = [(inputs, False)] if static else [(_batched(inputs), True), (inputs, False)]
+    inputs = _in_order(module, inputs)
+    batched = _batched(inputs)
+    attempts: list[tuple[Inputs, Free | None]] = [(batched, free), (batched, {}), (inputs, None)]
+    attempts = attempts[2:] if static else attempts[0 if free else 1 :]
     first: Exception | None = None
     for given, dynamic in attempts:
         try:
             trial = eval_copy(module, share_parameters=True)  # the exporter runs it, and resets its attributes
-            shapes = _free_batch(trial, given) if dynamic else None
+            shapes = None if dynamic is None else _dimensions(trial, given, dynamic)
             with quiet(), redirect_stderr(io.StringIO()), torch.no_grad():  # it prints the program where it fails
                 ep = functional(without_regions(torch.export.export(trial, *given, dynamic_shapes=shapes)))
             ep.graph.eliminate_dead_code()  # sizes the exporter asked for and did not need
@@ -44,7 +48,7 @@ def capture(module: nn.Module, inputs: Inputs, *, static: bool = False) -> Expor
             first = first or e
             continue
         _name_calls(ep, module)
-        if not dynamic or _holds_for_one(ep, module, inputs):
+        if dynamic is None or _holds_for_one(ep, module, inputs):
             return ep
     assert first is not None
     _check_runs(module, inputs)
@@ -88,6 +92,13 @@ def _check_runs(module: nn.Module, inputs: Inputs) -> None:
         raise UsageError(f"{type(module).__name__} does not run on inputs of shape {shapes}: {first_line(e)}") from e
 
 
+def _in_order(module: nn.Module, inputs: Inputs) -> Inputs:
+    """Keywords in the order of the module's parameters: who calls the program by position goes by that."""
+    args, kwargs = inputs
+    named = [n for n in inspect.signature(module.forward).parameters if n in kwargs]
+    return args, {n: kwargs[n] for n in dict.fromkeys([*named, *kwargs])}
+
+
 def _batched(inputs: Inputs) -> Inputs:
     """Inputs with a batch of 1 doubled: torch.export specialises sizes 0 and 1."""
     leaves = [t for t in pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor) and t.dim() > 0]
@@ -100,12 +111,23 @@ def _batched(inputs: Inputs) -> Inputs:
     return pytree.tree_map(double, inputs)
 
 
-def _free_batch(module: nn.Module, inputs: Inputs) -> Any:
-    """Dimension 0 of every tensor left to the exporter to keep free, by the names of the module's parameters."""
+def _dimensions(module: nn.Module, inputs: Inputs, free: Free) -> Any:
+    """What is left to the exporter to keep free, by the names of the module's parameters.
+
+    That is dimension 0 of every tensor, and what `free` asks for.
+    """
     bound = inspect.signature(module.forward).bind(*inputs[0], **inputs[1]).arguments
-    return pytree.tree_map(
-        lambda t: {0: Dim.AUTO} if isinstance(t, torch.Tensor) and t.dim() > 0 and t.shape[0] > 1 else None, bound
-    )
+
+    def of(tensor: Any, asked: Mapping[int, str]) -> dict[int, Any] | None:
+        if not isinstance(tensor, torch.Tensor) or not tensor.dim():
+            return None
+        leading = {0: Dim.AUTO} if tensor.shape[0] > 1 else {}
+        return leading | {i: Dim.AUTO for i in asked if i < tensor.dim()} or None
+
+    return {
+        name: pytree.tree_map(lambda t, k=k, name=name: of(t, free.get(name) or free.get(str(k), {})), value)
+        for k, (name, value) in enumerate(bound.items())
+    }
 
 
 # ---------------------------------------------------------------------- regions and mutation

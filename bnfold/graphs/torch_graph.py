@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.export import ExportedProgram
 
+from ..inputs import Free
 from ..ops import Program
 from ..planning import Plan
 from ..report import Refusal
@@ -20,12 +21,14 @@ from .torch_trial import as_inputs, eval_copy
 from .torch_writer import Writer
 
 
-def program_graph(model: Any, example_inputs: Any = None, *, static: bool = False) -> TorchGraph:
+def program_graph(
+    model: Any, example_inputs: Any = None, *, static: bool = False, free: Free | None = None
+) -> TorchGraph:
     """The graph of a module or ExportedProgram whose edits always come back as an ExportedProgram."""
     if isinstance(model, ExportedProgram):
         return ProgramGraph(model)
     module = eval_copy(model)
-    graph = TorchGraph(capture(module, as_inputs(example_inputs), static=static), modules_of(module))
+    graph = TorchGraph(capture(module, as_inputs(example_inputs), static=static, free=free), modules_of(module))
     graph.notes = train_note(model)
     return graph
 

@@ -40,7 +40,7 @@ def open_torch(model: Any, example_inputs: Any = None, *, keep_class: bool = Fal
                 return TracedGraph(model)
             except UntraceableError as why:
                 raise UsageError(f"{e}; nor can it be traced without ({why})") from e
-        example_inputs, notes = inferred.inputs, (inferred.note,)
+        example_inputs, notes = inferred.inputs, inferred.notes
     inputs = as_inputs(example_inputs)
     graph: ModuleGraph | PartsGraph
     try:
