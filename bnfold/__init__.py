@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .checkpoint import load as load
     from .errors import BnfoldError as BnfoldError
     from .exporter import export as export
+    from .notes import apply_note as apply_note
     from .report import Reason as Reason
     from .report import Report as Report
     from .report import Verdict as Verdict
@@ -22,6 +23,7 @@ _HOME = {
     "Reason": "report",
     "Report": "report",
     "Verdict": "report",
+    "apply_note": "notes",
     "export": "exporter",
     "fold": "transform",
     "load": "checkpoint",

@@ -7,10 +7,12 @@ The format is recognised from the content, never from the suffix. What could run
 from __future__ import annotations
 
 import difflib
+import json
 import os
+import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +22,7 @@ from .factories import build_network
 from .onnx_files import open_onnx
 from .recognition import recognise, shards_of
 from .scripts import read_script
-from .selection import Looks, NotChosenError, choose, prefix_of, sets_of_weights, some_of
+from .selection import Looks, NotChosenError, Prefix, choose, prefix_of, sets_of_weights, some_of
 
 if TYPE_CHECKING:
     import onnx
@@ -46,6 +48,26 @@ class Reading:
     allow_missing: bool = False
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Origin:
+    """Where a network was in its checkpoint: all that is needed to put another one in its place.
+
+    `stored` is the whole checkpoint, `where` the keys that lead to `weights`, of which `keys` belong to the network,
+    behind `prefix`. `wrapper` is the module around a pickled network and the attribute that holds it; `metadata` is
+    that of a safetensors file.
+    """
+
+    kind: str  # as recognise has it
+    stored: Any
+    where: tuple[str, ...]
+    weights: Any
+    prefix: str = ""
+    keys: frozenset[str] = frozenset()
+    wrapper: tuple[Any, str] | None = None
+    is_legacy: bool = False
+    metadata: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """A model as its file holds it, and what was decided on the way.
@@ -59,6 +81,7 @@ class Loaded:
     kind: str
     notes: tuple[str, ...] = ()
     shapes: tuple[tuple[int, ...], ...] | None = None
+    origin: Origin | None = field(default=None, repr=False, compare=False)
 
 
 def load(
@@ -91,20 +114,24 @@ def load_detailed(path: str | os.PathLike[str], reading: Reading | None = None) 
         return loaded
     stored = _read_weights(path, kind, reading.trust_pickle)
     where, value, notes = _chosen(path, stored, reading)
+    legacy = kind == "torch" and not zipfile.is_zipfile(path)
+    origin = Origin(kind, stored, where, value, is_legacy=legacy, metadata=_metadata_of(path, kind))
     if not isinstance(value, Mapping):
-        value = _unwrap(value, notes)
+        value, wrapper = _unwrap(value, notes)
         if reading.factory is None:
-            return Loaded(value, "module", tuple(notes))
+            return Loaded(value, "module", tuple(notes), origin=replace(origin, weights=value, wrapper=wrapper))
         value = value.state_dict()
     if reading.factory is None:
         keys = [k for k, v in value.items() if _is_tensor(v)]
+        under = f" under {'.'.join(where)!r}" if where else ""
         raise UsageError(
-            f"{path}: holds weights only ({len(keys)} tensors{where and f' under {where!r}'}, e.g. {keys[0]!r}); "
+            f"{path}: holds weights only ({len(keys)} tensors{under}, e.g. {keys[0]!r}); "
             "pass --factory package.module:callable that builds the network"
         )
     network, name = build_network(reading.factory, reading.factory_args)
-    _fit(path, network, value, name, reading, notes)
-    return Loaded(network, "state-dict", tuple(notes))
+    found = _fit(path, network, value, name, reading, notes)
+    origin = replace(origin, weights=value, prefix=found.text, keys=frozenset(found.keys))
+    return Loaded(network, "state-dict", tuple(notes), origin=origin)
 
 
 # --- reading
@@ -126,6 +153,14 @@ def _read_weights(path: Path, kind: str, trust_pickle: bool) -> Any:
     return _read_safetensors(path) if kind == "safetensors" else read_pickle(path, trust_pickle)
 
 
+def _metadata_of(path: Path, kind: str) -> Mapping[str, str]:
+    if kind != "safetensors":
+        return {}
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    return header.get("__metadata__") or {}
+
+
 def _read_safetensors(path: Path) -> Any:
     from safetensors.torch import load_file
 
@@ -138,8 +173,8 @@ def _read_safetensors(path: Path) -> Any:
 # --- what to take from a checkpoint
 
 
-def _chosen(path: Path, stored: Any, reading: Reading) -> tuple[str, Any, list[str]]:
-    """Where the module or state dict to use is ("a.b", or "" at the top), itself, and notes."""
+def _chosen(path: Path, stored: Any, reading: Reading) -> tuple[tuple[str, ...], Any, list[str]]:
+    """The keys that lead to the module or state dict to use, itself, and notes."""
     from torch import nn
 
     found = list(sets_of_weights(stored, Looks(_is_tensor, lambda v: isinstance(v, nn.Module))))
@@ -152,15 +187,17 @@ def _chosen(path: Path, stored: Any, reading: Reading) -> tuple[str, Any, list[s
         weights, notes = choose(found, reading.key, ema=reading.ema)
     except NotChosenError as error:
         raise InvalidFileError(f"{path}: {error}") from None
-    return weights.path, weights.value, notes
+    return weights.where, weights.value, notes
 
 
-def _unwrap(module: nn.Module, notes: list[str]) -> nn.Module:
+def _unwrap(module: nn.Module, notes: list[str]) -> tuple[nn.Module, tuple[nn.Module, str] | None]:
+    """The network without what wraps networks, and the innermost wrapper with the name it holds the network by."""
     inside = {"DataParallel": "module", "DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}
+    wrapper: tuple[nn.Module, str] | None = None
     while attribute := inside.get(type(module).__name__):
         notes.append(f"{type(module).__name__} taken off")
-        module = getattr(module, attribute)
-    return module
+        wrapper, module = (module, attribute), getattr(module, attribute)
+    return module, wrapper
 
 
 def _is_tensor(value: Any) -> bool:
@@ -174,8 +211,11 @@ def _is_tensor(value: Any) -> bool:
 
 def _fit(
     path: Path, network: nn.Module, stored: Mapping[str, Any], name: str, reading: Reading, notes: list[str]
-) -> None:
-    """Load every stored tensor into its place in the network. Raises InvalidFileError unless all of them fit."""
+) -> Prefix:
+    """Load every stored tensor into its place in the network; which keys they are.
+
+    Raises InvalidFileError unless all of them fit.
+    """
     import torch
 
     kept = [k for k, v in stored.items() if _is_tensor(v) or k.endswith("_extra_state")]
@@ -219,6 +259,7 @@ def _fit(
         nearest = ", ".join(f"'{k}' ~ '{match[0]}'" for k, match in close if match)
         advice += ", or --allow-missing"
         raise InvalidFileError(f"{misfit}: {' and '.join(wrong)}{nearest and '; nearest: ' + nearest}; {advice}")
+    return found
 
 
 def _adopt_types(network: nn.Module, tensors: Mapping[str, Any], notes: list[str]) -> None:

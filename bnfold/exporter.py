@@ -192,7 +192,7 @@ def judged(
     """The report with the verdict on the candidate; raises when it does not pass, so that nothing is written.
 
     `checks` holds `verify`, `require_all`, `tolerance` and `progress` as `export` takes them, and may hold the
-    `shapes` of the inputs to verify on.
+    `shapes` of the inputs to verify on, or the `batches` themselves.
     """
     if checks["require_all"] and report.kept:
         raise RemainingNormsError(_remaining(report), report)
@@ -203,8 +203,9 @@ def judged(
         return report.with_(verdict=same)
     (checks["progress"] or (lambda _: None))("verifying")
     verdict = verify_models(
-        source, candidate, providers=providers, tolerance=checks["tolerance"], shapes=checks.get("shapes")
-    )
+        source, candidate, checks.get("batches"), providers=providers, tolerance=checks["tolerance"],
+        shapes=checks.get("shapes"),
+    )  # fmt: skip
     report = report.with_(verdict=verdict)
     if not verdict.passed:
         raise NotEquivalentError(_difference(target, verdict), report)

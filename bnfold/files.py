@@ -19,11 +19,10 @@ RECORD = ".bnfold.record"  # in there: which files are placed beside the output,
 
 
 def default_output(source: Path, verb: str) -> Path:
-    """`model.pt` becomes `model.onnx` beside it; what stays of its kind, `model.folded.onnx` or `model.folded.pt2`."""
-    kind = source.suffix.lower()
-    if verb == "export" and kind != ".onnx":
+    """`model.pt` becomes `model.onnx` beside it; what stays of its kind, `model.folded.pt`."""
+    if verb == "export" and source.suffix.lower() != ".onnx":
         return source.with_suffix(".onnx")
-    return source.with_name(f"{source.stem}.folded{source.suffix if kind in ('.onnx', '.pt2') else '.onnx'}")
+    return source.with_name(f"{source.stem}.folded{source.suffix}")
 
 
 def check_output(output: Path, source: Path | None, *, force: bool, in_place: bool) -> None:

@@ -27,7 +27,8 @@ def fold_file(
     respect_inputs: bool = False,
     keep_broken: bool = False,
     require_all: bool = False,
-    trust_pickle: bool = False,
+    reading: Reading | None = None,
+    example_inputs: Any = None,
     tolerance: float | None = None,
     force: bool = False,
     in_place: bool = False,
@@ -35,7 +36,9 @@ def fold_file(
 ) -> Report:
     """Fold a file; without `output`, `model.onnx` becomes `model.folded.onnx` beside it, or itself with `in_place`.
 
-    Raises as `export` does.
+    An ONNX file comes back as one, an exported program as one, a checkpoint as a checkpoint of its kind (or as
+    safetensors, where the output ends so). `reading` says how to read it, `example_inputs` (as for `export`) what its
+    network takes. Raises as `export` does.
     """
     target = output or (source if in_place else default_output(source, "fold"))
     common: dict[str, Any] = {
@@ -48,27 +51,32 @@ def fold_file(
         "tolerance": tolerance,
         "progress": progress,
     }
-    if target.suffix.lower() != ".pt2":
-        check_output(target, source, force=force, in_place=in_place)
-        if recognise(source) != "onnx":
-            load_detailed(source, Reading(trust_pickle=trust_pickle))  # what is wrong with the file itself comes first
-            raise UsageError(f"{source} is no ONNX file: `bnfold export` turns it into one")
+    reading = reading or Reading()
+    check_output(target, source, force=force, in_place=in_place)
+    kind, suffix = recognise(source), target.suffix.lower()
+    if kind == "onnx":
+        if suffix == ".pt2":
+            raise UsageError(f"{source} is an ONNX file: pass -o with an .onnx ending")
         return export(
             source, target, freeze_initializers=freeze_initializers, respect_inputs=respect_inputs, force=force,
             in_place=in_place, **common,
         ).report  # fmt: skip
-    return _fold_program(source, target, trust_pickle, force, in_place, common)
+    if suffix == ".onnx":
+        load_detailed(source, reading)  # what is wrong with the file itself comes first
+        raise UsageError(f"{source} is no ONNX file: `bnfold export` turns it into one")
+    if kind == "exported-program":
+        return _fold_program(source, target, reading, common)
+    from .writeback import fold_checkpoint
+
+    selection = {key: common[key] for key in ("only", "skip", "keep_broken")} | {"merge": False}
+    checks = {key: common[key] for key in ("verify", "require_all", "tolerance", "progress")} | {"shapes": None}
+    return fold_checkpoint(source, target, reading, example_inputs, selection, checks, force=force, in_place=in_place)
 
 
-def _fold_program(
-    source: Path, target: Path, trust_pickle: bool, force: bool, in_place: bool, common: dict[str, Any]
-) -> Report:
+def _fold_program(source: Path, target: Path, reading: Reading, common: dict[str, Any]) -> Report:
     step = common["progress"] or (lambda _: None)
-    check_output(target, source, force=force, in_place=in_place)
     step(f"loading {source.name}")
-    loaded = load_detailed(source, Reading(trust_pickle=trust_pickle))
-    if loaded.kind != "exported-program":
-        raise UsageError(f"{source} is no exported program (.pt2): pass -o with an .onnx ending")
+    loaded = load_detailed(source, reading)
     import torch
 
     step("folding")

@@ -179,6 +179,13 @@ def export(
 def fold(
     file: Source,
     output: Output = None,
+    input: Input = None,
+    factory: Factory = None,
+    factory_arg: FactoryArg = None,
+    trust_pickle: TrustPickle = False,
+    key: Key = None,
+    ema: Ema = False,
+    allow_missing: AllowMissing = False,
     only: Only = None,
     skip: Skip = None,
     no_merge: NoMerge = False,
@@ -186,14 +193,13 @@ def fold(
     keep_broken: KeepBroken = False,
     freeze_initializers: Freeze = False,
     respect_inputs: Respect = False,
-    trust_pickle: TrustPickle = False,
     tolerance: Tolerance = None,
     no_verify: NoVerify = False,
     force: Force = False,
     in_place: InPlace = False,
     json: Json = False,
 ) -> None:
-    """Fold an .onnx or .pt2 file. Without -o, model.onnx becomes model.folded.onnx beside it."""
+    """Fold a model and keep its kind: .onnx, .pt2, checkpoint. Without -o, a.pt becomes a.folded.pt beside it."""
     from .render import Screen
 
     with Screen(json) as screen:
@@ -211,7 +217,8 @@ def fold(
             respect_inputs=respect_inputs,
             keep_broken=keep_broken,
             require_all=require_all,
-            trust_pickle=trust_pickle,
+            reading=_reading(factory, factory_arg, trust_pickle, key, ema, allow_missing),
+            example_inputs=_example_inputs(input),
             tolerance=tolerance,
             force=force,
             in_place=in_place,

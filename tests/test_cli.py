@@ -357,7 +357,7 @@ def test_in_place(how, folder):
         pytest.param("fold", "at/model.onnx", "at/model.folded.onnx", id="fold-onnx"),
         pytest.param("fold", "model.ONNX", "model.folded.ONNX", id="fold-onnx-in-capitals"),
         pytest.param("fold", "model.pt2", "model.folded.pt2", id="fold-program"),
-        pytest.param("fold", "model.bin", "model.folded.onnx", id="fold-other-ending"),
+        pytest.param("fold", "model.bin", "model.folded.bin", id="fold-other-ending"),
     ],
 )
 def test_default_output(verb, source, output):

@@ -15,6 +15,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from ..folding import make_plan
+from ..notes import Note
 from ..ops import Opaque, Program, Scale
 from ..planning import Bypass, Merge, Plan
 from ..report import Reason, Refusal
@@ -77,6 +78,11 @@ class ModuleGraph(TorchGraph):
             self.notes = (*self.notes, "the model became a graph: what its hooks compute is in it, they are not called")
         return {}
 
+    def note(self, plan: Plan) -> Note:
+        """What `apply` changes in the module's tree, whose class must have been kept."""
+        assert self._in_tree
+        return self.tree.note(plan)
+
     def apply(self, plan: Plan) -> tuple[Any, int]:
         """The folded module, and the bytes added."""
         if self._in_tree:
@@ -112,6 +118,10 @@ class TracedGraph:
         except UntraceableError:
             return False
         return True
+
+    def note(self, plan: Plan) -> Note:
+        """What `apply` changes in the module's tree."""
+        return self.tree.note(plan)
 
     def apply(self, plan: Plan) -> tuple[Any, int]:
         """The folded module; a tree edit adds no bytes."""

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from ..errors import BnfoldError, CaptureError
+from ..notes import Note
 from ..ops import Opaque, Program, Record, within
 from ..planning import Plan
 from ..report import Reason, Refusal
@@ -129,6 +130,10 @@ class PartsGraph:
         """Whether the module runs as before with these parts edited."""
         edited = self._edited(plan, parts, eval_copy(self._copy, share_parameters=True))
         return agrees(edited, self._copy, self._inputs)
+
+    def note(self, plan: Plan) -> Note:
+        """What `apply` changes in the module's tree."""
+        return Note.joined((part.path, part.graph.note(part.own(plan))) for part in self._parts)
 
     def apply(self, plan: Plan) -> tuple[nn.Module, int]:
         """The module with its parts folded, and the bytes of weights that the rest of it needs as they were."""

@@ -17,6 +17,7 @@ from torch import fx, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from ..affine import Affine
+from ..notes import Note
 from ..ops import Linear, Scale
 from ..planning import Bypass, Merge, Plan, SetLinear, SetScale
 from ..report import Reason, Refusal
@@ -212,7 +213,7 @@ class Tree:
                 trial = copy.deepcopy(module).double()
                 want = trial.forward(x.clone())
                 scaled = x * torch.from_numpy(record.map.scale.copy()) + torch.from_numpy(record.map.shift.copy())
-                got = _stand_in(trial, names)(scaled)
+                got = stand_in(trial, names)(scaled)
         except Exception:
             return False
         if not isinstance(want, torch.Tensor) or not isinstance(got, torch.Tensor) or want.shape != got.shape:
@@ -245,10 +246,24 @@ class Tree:
                 case Bypass():
                     names = self.rests[edit.site]
                     assert not isinstance(names, _Unsaid)
-                    _replace(modules, modules[path], _stand_in(modules[path], names))
+                    replace_module(modules, modules[path], stand_in(modules[path], names))
                 case Merge():
                     raise AssertionError("a merge passed cannot_say")
         return module
+
+    def note(self, plan: Plan) -> Note:
+        """What `apply` changes in the tree besides values."""
+        replaced: dict[str, tuple[str, ...]] = {}
+        biases: list[str] = []
+        for edit in plan.edits:
+            path = path_of(self.lifted.sites[edit.site].nodes[0])[0]
+            if isinstance(edit, Bypass):
+                names = self.rests[edit.site]
+                assert not isinstance(names, _Unsaid)
+                replaced[path] = names
+            elif isinstance(edit, SetLinear) and edit.new.bias is not None and self.modules[path].bias is None:
+                biases.append(path)
+        return Note(replaced, tuple(biases))
 
     @staticmethod
     def _set(module: nn.Module, name: str, values: Any, fmt: Any) -> None:
@@ -285,7 +300,7 @@ def _is_torchs_own(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn.modules.") and "forward" not in vars(module)
 
 
-def _stand_in(norm: nn.Module, names: tuple[str, ...]) -> nn.Module:
+def stand_in(norm: nn.Module, names: tuple[str, ...]) -> nn.Module:
     """What the norm's module is without the norm, with the hooks that watch it."""
     children = [norm.get_submodule(n) for n in names]
     hooks = {k: v for k, v in vars(norm).items() if k.startswith(("_forward", "_backward")) and "hooks" in k and v}
@@ -296,7 +311,7 @@ def _stand_in(norm: nn.Module, names: tuple[str, ...]) -> nn.Module:
     return result.eval()
 
 
-def _replace(modules: dict[str, nn.Module], old: nn.Module, new: nn.Module) -> None:
+def replace_module(modules: dict[str, nn.Module], old: nn.Module, new: nn.Module) -> None:
     """Put the new module wherever the old one is registered."""
     for path in [p for p, m in modules.items() if m is old]:
         parent, _, name = path.rpartition(".")
