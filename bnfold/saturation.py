@@ -2,14 +2,19 @@
 
 Where such an output is near zero throughout (a detector on noise), its range is tiny and a rounding error of the
 input, which is small beside *its* range, is large beside the output's. What the function can return is known: so the
-output is judged against a range of 1 at least, and what went into the function against its own range.
+output is judged against a range of 1 at least, and what went into the function against its own range. A module does
+not show what went in; where the function has an inverse, it is computed from the output, as far as that tells.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 SATURATING = frozenset({"HardSigmoid", "Sigmoid", "Softmax", "Tanh"})
 LEAST_RANGE = 1.0
@@ -28,6 +33,41 @@ def saturated_outputs(reference: Any, candidate: Any) -> tuple[Saturated, ...]:
     """Outputs that end in the same saturation, of a value of the same name, in two ONNX models."""
     ours, theirs = _found(reference), _found(candidate)
     return tuple(s for s in ours if s in theirs)
+
+
+def invertible_outputs(candidate: Any) -> tuple[Saturated, ...]:
+    """Outputs of an ONNX model that end in a saturation from which one can tell what went into it."""
+    return tuple(s for s in _found(candidate) if s.op in INVERSES)
+
+
+def _logit(p: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.log(p) - np.log1p(-p)
+
+
+# The inverse, and between what it is looked at: beyond, a float32 output has too few digits to tell.
+INVERSES: dict[str, tuple[Callable[[NDArray[np.float64]], NDArray[np.float64]], float, float]] = {
+    "Sigmoid": (_logit, -30.0, 8.0),
+    "Tanh": (np.arctanh, -4.0, 4.0),
+}
+
+
+def clipped(end: Saturated, before: NDArray[Any]) -> NDArray[Any]:
+    """What went into a saturation, as far as it is looked at."""
+    _, low, high = INVERSES[end.op]
+    return np.clip(before, low, high)
+
+
+@np.errstate(all="ignore")
+def undone(end: Saturated, output: NDArray[Any]) -> NDArray[Any]:
+    """What must have gone into a saturation, by its output."""
+    inverse, low, high = INVERSES[end.op]
+    return np.clip(inverse(output.astype(np.float64)), low, high).astype(output.dtype)
+
+
+def names_of_outputs(model: Any) -> Sequence[str]:
+    """The outputs of an ONNX model, in order."""
+    proto = read(model)
+    return [] if proto is None else [o.name for o in proto.graph.output]
 
 
 def _found(model: Any) -> list[Saturated]:

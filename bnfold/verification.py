@@ -41,7 +41,15 @@ from .evaluators import (
 )
 from .probes import Shapes, describe, given_runs, made_runs
 from .report import OutputCheck, Verdict
-from .saturation import LEAST_RANGE, saturated_outputs
+from .saturation import (
+    LEAST_RANGE,
+    Saturated,
+    clipped,
+    invertible_outputs,
+    names_of_outputs,
+    saturated_outputs,
+    undone,
+)
 
 TOLERANCES = {  # of the range; float32 stands between noise (4e-5) and a 1 % fault (7e-3), the others by their epsilon
     "float64": 1e-9,
@@ -98,9 +106,9 @@ def verify(
     """
     if is_onnx(reference) or is_onnx(candidate):
         check_providers(providers)
-    saturated = saturated_outputs(reference, candidate) if is_onnx(reference) and is_onnx(candidate) else ()
-    watch = [s.before for s in saturated]
-    original = _reference(reference, providers, watch)
+    ends = _Ends(reference, candidate)
+    watch = [s.before for s in ends.saturated]
+    original = _reference(reference, providers, () if ends.undo else watch)
     used = tuple(providers) if is_onnx(candidate) else ()
     candidates = [evaluator(candidate, "candidate", p, watch) for p in used] or [evaluator(candidate, "candidate")]
     if batches is None:
@@ -113,12 +121,13 @@ def verify(
     notes: dict[str, None] = {}
     for batch, expected in runs:
         exact = judge.run(batch, expected)
+        expected, exact = ends.with_before(expected), None if exact is None else ends.with_before(exact)
         for c in candidates:
-            actual = _run_candidate(c, batch)
-            ends = (expected[: len(expected) - len(watch)], actual[: len(actual) - len(watch)])
-            names = _names(*ends, is_onnx(reference), is_onnx(candidate), notes)
-            names += [f"{s.before} (before {s.op})" for s in saturated]
-            checks = _compare(names, expected, exact, actual, tolerance, {s.output for s in saturated})
+            actual = ends.looked_at(_run_candidate(c, batch))
+            results = (expected[: len(expected) - len(watch)], actual[: len(actual) - len(watch)])
+            names = _names(*results, is_onnx(reference), is_onnx(candidate), notes)
+            names += [f"{s.before} (before {s.op})" for s in ends.saturated]
+            checks = _compare(names, expected, exact, actual, tolerance, {s.output for s in ends.saturated})
             worst = [_worse(*pair) for pair in zip_longest(worst, checks)]
             if exact is not None and any(c.floor is None and not c.problem for c in checks):
                 notes["where float64 is more than 1e-2 off the reference, the reference is the judge"] = None
@@ -132,6 +141,38 @@ def verify(
         seeds=tuple(seeds) if batches is None else (),
         notes=tuple(n for n in notes if n),
     )
+
+
+class _Ends:
+    """Outputs that a saturation ends, which are judged before it too.
+
+    `undo` says that the reference is no ONNX model and does not show what went in: that is computed from its outputs.
+    """
+
+    def __init__(self, reference: Any, candidate: Any):
+        self.undo = is_onnx(candidate) and not is_onnx(reference)
+        self.saturated: tuple[Saturated, ...] = ()
+        if self.undo:
+            self.saturated = invertible_outputs(candidate)
+            self._places = {name: k for k, name in enumerate(names_of_outputs(candidate))}
+        elif is_onnx(candidate):
+            self.saturated = saturated_outputs(reference, candidate)
+
+    def with_before(self, outputs: Outputs) -> Outputs:
+        """What the reference returns, and behind it what went into its saturations."""
+        if not self.undo:
+            return outputs
+        results = [array for _, array in outputs]
+        results += [np.zeros(0)] * (len(self._places) - len(results))  # outputs that are missing differ in any case
+        return [*outputs, *((s.before, undone(s, results[self._places[s.output]])) for s in self.saturated)]
+
+    def looked_at(self, outputs: Outputs) -> Outputs:
+        """What the candidate returns, of what goes into saturations as much as the reference tells."""
+        if not self.undo or not self.saturated:
+            return outputs
+        first = len(outputs) - len(self.saturated)
+        watched = [(n, clipped(s, a)) for s, (n, a) in zip(self.saturated, outputs[first:], strict=True)]
+        return [*outputs[:first], *watched]
 
 
 # --- running ----------------------------------------------------------------------------------------------------------

@@ -711,3 +711,39 @@ def test_saturated_outputs_are_judged_before_the_saturation(ours, theirs, passes
     verdict = verify(saturating(ours), saturating(theirs))
     assert [o.name for o in verdict.outputs] == ["y", "s (before Sigmoid)"]
     assert verdict.passed is passes
+
+
+class Ending(nn.Module):
+    """The module whose file `saturating` is, or one that ends in another function."""
+
+    def __init__(self, bias, end=torch.sigmoid):
+        super().__init__()
+        self.linear, self.end = nn.Linear(8, 8), end
+        nn.init.constant_(self.linear.weight, 1e-3)
+        nn.init.constant_(self.linear.bias, bias)
+
+    def forward(self, x):
+        return self.end(self.linear(x))
+
+
+@pytest.mark.parametrize(("ours", "theirs", "passes"), SATURATED.values(), ids=SATURATED)
+def test_what_goes_into_a_modules_sigmoid_is_told_by_its_output(ours, theirs, passes):
+    verdict = verify(Ending(ours), saturating(theirs))
+    assert [o.name for o in verdict.outputs] == ["y", "s (before Sigmoid)"]
+    assert verdict.passed is passes
+
+
+@pytest.mark.parametrize(("ours", "theirs", "passes"), [(1.5, 1.5, True), (1.5, 1.53, False), (9.0, 9.0, True)])
+def test_what_goes_into_a_modules_tanh(ours, theirs, passes):
+    constants = {"w": np.full((8, 8), 1e-3, np.float32), "b": np.full(8, theirs, np.float32)}
+    candidate = model("z = MatMul(x, w)  s = Add(z, b)  y = Tanh(s)", **constants)
+    verdict = verify(Ending(ours, torch.tanh), candidate)
+    assert [o.name for o in verdict.outputs] == ["y", "s (before Tanh)"]
+    assert verdict.passed is passes
+
+
+def test_a_saturation_of_an_output_that_the_module_lacks():
+    two = model("z = MatMul(x, w)  y = Add(z, b)  t = Sigmoid(z)", y="float[N,8] y, float[N,8] t",
+                w=np.full((8, 8), 1e-3, np.float32), b=np.full(8, 1.0, np.float32))  # fmt: skip
+    verdict = verify(Ending(1.0, lambda x: x), two)
+    assert not verdict.passed

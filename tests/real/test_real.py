@@ -16,8 +16,12 @@ import onnx
 import pytest
 import torch
 from onnx_models import changes_only_what_is_reported
+from real_networks import CifarResNet, LprNet
+from torch import nn
 
 import bnfold
+from bnfold.checkpoint import Reading
+from bnfold.refolding import fold_file
 
 pytestmark = pytest.mark.real
 ULTRA_LIGHT = "Linzaer+Ultra-Light-Fast-Generic-Face-Detector-1MB"
@@ -103,6 +107,44 @@ def test_ultra_light_face_detectors(git: Path, tmp_path: Path, name: str, norms:
     source = git / ULTRA_LIGHT / name
     assert left_in(source) == norms
     check(bnfold.export(source, tmp_path / "out.onnx"), norms, 0)
+
+
+@pytest.mark.parametrize(("name", "n", "norms"), [("resnet20-12fca82f.th", 3, 19), ("resnet56-4bfd9763.th", 9, 55)])
+def test_cifar_resnets(git: Path, tmp_path: Path, name: str, n: int, norms: int):
+    """Wrapped, prefixed, and from before norms counted their batches; exported, and written back."""
+    source = git / "akamaster+pytorch_resnet_cifar10" / name
+    wish = {"example_inputs": torch.randn(2, 3, 32, 32)}
+    exported = bnfold.export(source, tmp_path / "out.onnx", factory=lambda: CifarResNet(n), **wish)
+    check(exported, norms, 0)
+    assert exported.report.notes[:2] == ("weights taken from 'state_dict'", "prefix 'module.' taken off the keys")
+    report = fold_file(source, tmp_path / "out.th", reading=Reading(lambda: CifarResNet(n)), **wish)
+    assert len(report.folded) == norms
+    stored = torch.load(tmp_path / "out.th", weights_only=True)
+    assert stored.keys() == torch.load(source, map_location="cpu", weights_only=True).keys()
+    folded = nn.DataParallel(bnfold.apply_note(CifarResNet(n), tmp_path / "out.th.json"))
+    folded.load_state_dict(stored["state_dict"])
+
+
+def test_lprnet(git: Path, tmp_path: Path):
+    """Four of its norms have gammas so small that folded weights would be zero in float32: they stay, and say so."""
+    source = git / "sirius-ai+LPRNet_Pytorch" / "Final_LPRNet_model.pth"
+    exported = bnfold.export(source, tmp_path / "out.onnx", factory=LprNet, example_inputs=torch.randn(1, 3, 24, 94))
+    check(exported, 2, 4)
+    assert {k.reasons[0].reason for k in exported.report.kept} == {"underflow"}
+
+
+@pytest.mark.parametrize("name", ["decam.pth", "ACS-WFC.pth"])
+def test_deepcr(models: Path, tmp_path: Path, monkeypatch, name: str):
+    """A U-Net saved out of DataParallel; its class comes in the same package."""
+    folder = models / "deepcr"
+    monkeypatch.setitem(sys.modules, "deepCR", types.ModuleType("deepCR"))
+    monkeypatch.setitem(sys.modules, "deepCR.parts_batchnorm", code_beside(folder / "parts_batchnorm.py"))
+    unet = code_beside(folder / "unet_batchnorm.py").UNet2SigmoidBatchNorm
+    exported = bnfold.export(
+        folder / name, tmp_path / "out.onnx", factory=lambda: unet(1, 1), example_inputs=torch.randn(1, 1, 64, 64)
+    )
+    assert exported.report.notes[0] == "prefix 'module.' taken off the keys"
+    check(exported, 6, 0)
 
 
 def test_a_file_without_norms(models: Path, tmp_path: Path):
