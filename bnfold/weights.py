@@ -28,7 +28,7 @@ from .report import Reason, Refusal
 from .rounding import Accumulator, FloatFormat
 from .scaling import PIECE, scale_rows
 
-BLOCK = 8 * PIECE  # elements of a weight that are read at a time; one row at least
+BLOCK = PIECE  # elements of a weight that are read at a time; one row at least
 
 
 @dataclass(frozen=True, slots=True, eq=False)
