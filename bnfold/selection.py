@@ -158,7 +158,7 @@ def _is_average(stack: str) -> bool:
 
 
 def _paths(found: Iterable[Weights]) -> list[str]:
-    return [f"'{f.path}'" for f in found] or ["no weights"]
+    return [f"'{f.path}'" if f.where else "weights without a key" for f in found] or ["no weights"]
 
 
 def some_of(names: Iterable[Any]) -> str:
