@@ -313,7 +313,9 @@ class ProgramEvaluator:
 
 
 def _copy(module: Any, float64: bool) -> Any:
-    copied = copy.deepcopy(module)
+    from .graphs.torch_trial import detached
+
+    copied = copy.deepcopy(module, detached(module))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # scripted modules warn of gradients that nobody asks for
         return copied.double() if float64 else copied

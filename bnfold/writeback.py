@@ -117,7 +117,7 @@ def rewritten(origin: Origin, before: Mapping[str, Any], after: Mapping[str, Any
         if name is None or name not in before:
             new[key] = value
         elif name in after:
-            same = after[name].dtype == before[name].dtype and torch.equal(after[name], before[name])
+            same = not isinstance(value, torch.Tensor) or torch.equal(after[name], before[name])
             new[key] = value if same else after[name].to(value.dtype)
         layer, _, leaf = (name or "").rpartition(".")
         bias = f"{layer}.bias".lstrip(".")

@@ -747,3 +747,10 @@ def test_a_saturation_of_an_output_that_the_module_lacks():
                 w=np.full((8, 8), 1e-3, np.float32), b=np.full(8, 1.0, np.float32))  # fmt: skip
     verdict = verify(Ending(1.0, lambda x: x), two)
     assert not verdict.passed
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+def test_a_module_that_caches_a_computed_weight():
+    """torch does not copy such a tensor; the old weight_norm keeps one."""
+    module = nn.Sequential(nn.utils.weight_norm(nn.Linear(8, 8)), nn.BatchNorm1d(8)).eval()
+    assert verify(module, module, shapes=[("N", 8)]).passed

@@ -272,6 +272,42 @@ def test_what_the_tree_cannot_say_stays(tmp_path):
     }
 
 
+class Remembers(nn.Sequential):
+    """A network with a state of its own, no tensor."""
+
+    def __init__(self):
+        super().__init__(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+
+    def get_extra_state(self):
+        return {"seen": 3}
+
+    def set_extra_state(self, state):
+        self.seen = state
+
+
+class Normed(nn.Sequential):
+    """A weight that is computed anew at every call, the old way: a tensor that torch does not copy."""
+
+    def __init__(self):
+        super().__init__(
+            nn.utils.weight_norm(nn.Conv2d(3, 4, 3)), nn.BatchNorm2d(4), nn.Conv2d(4, 5, 1), nn.BatchNorm2d(5)
+        )
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+@pytest.mark.parametrize("make", [Remembers, Normed])
+def test_networks_with_a_state_of_their_own(make, tmp_path):
+    torch.manual_seed(0)
+    original = make()
+    original(torch.randn(8, 3, 9, 8) * 2 + 1)
+    torch.save(original.eval().state_dict(), tmp_path / "a.pt")
+    report = fold_file(tmp_path / "a.pt", reading=Reading(make), example_inputs=INPUTS)
+    assert len(report.folded) == 1
+    folded = apply_note(make(), tmp_path / "a.folded.pt.json").eval()
+    folded.load_state_dict(torch.load(tmp_path / "a.folded.pt", weights_only=True))
+    assert_equivalent(folded, original)
+
+
 def test_integer_inputs(tmp_path):
     def make() -> nn.Module:
         return nn.Sequential(nn.Embedding(9, 4), nn.Flatten(0, 1), nn.BatchNorm1d(4), nn.Linear(4, 2))

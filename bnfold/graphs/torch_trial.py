@@ -37,15 +37,17 @@ def eval_copy(module: nn.Module, *, share_parameters: bool = False) -> nn.Module
     Raises UsageError for a lazy module that has not seen a batch yet: it has no weights to fold.
     """
     _check_materialised(module)
-    memo: dict[int, Any] = {id(p): p for p in module.parameters()} if share_parameters else {}
-    for m in module.modules():
-        for value in vars(m).values():
-            if isinstance(value, torch.Tensor) and not value.is_leaf:
-                memo[id(value)] = value.detach().clone()
+    shared: dict[int, Any] = {id(p): p for p in module.parameters()} if share_parameters else {}
     try:
-        return copy.deepcopy(module, memo).eval()
+        return copy.deepcopy(module, shared | detached(module)).eval()
     except Exception as e:
         raise UsageError(f"{type(module).__name__} cannot be copied, so nothing can be folded: {first_line(e)}") from e
+
+
+def detached(module: nn.Module) -> dict[int, Any]:
+    """What takes the place of cached non-leaf tensors, which torch does not copy, in a deep copy: its memo."""
+    values = [v for m in module.modules() for v in vars(m).values()]
+    return {id(v): v.detach().clone() for v in values if isinstance(v, torch.Tensor) and not v.is_leaf}
 
 
 def first_names(module: nn.Module) -> dict[str, str]:
