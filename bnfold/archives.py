@@ -22,15 +22,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from .errors import InvalidFileError
-from .factories import first_line, importable
-from .selection import some_of
+from .errors import AGAIN, InvalidFileError, first_line, some_of
+from .factories import importable
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
 GIB = 1 << 30
-AGAIN = "copy or download it again"
 
 
 def member_names(path: Path) -> list[str]:

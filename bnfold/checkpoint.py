@@ -17,35 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .archives import damaged, read_pickle, read_program
-from .errors import InvalidFileError, UsageError
+from .errors import InvalidFileError, UsageError, some_of
 from .factories import build_network
 from .onnx_files import open_onnx
-from .recognition import recognise, shards_of
-from .scripts import read_script
-from .selection import Looks, NotChosenError, Prefix, choose, prefix_of, sets_of_weights, some_of
+from .recognition import Reading, recognise, shards_of
+from .selection import Looks, NotChosenError, Prefix, choose, prefix_of, sets_of_weights
 
 if TYPE_CHECKING:
     import onnx
     from torch import nn
     from torch.export import ExportedProgram
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """How a file is to be read: everything that a person may say about it.
-
-    `factory` builds the network for a file that holds weights only: a callable, "package.module:callable" or
-    "path/net.py:callable", called with `factory_args`. `trust_pickle` lets the file run code while it is read. `key`
-    ("a.b") names the weights to take where a file holds several, `ema` says that an average is wanted rather than
-    the raw ones. `allow_missing` lets keys be missing, or be there for nothing.
-    """
-
-    factory: str | Callable[..., nn.Module] | None = None
-    factory_args: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    trust_pickle: bool = False
-    key: str | None = None
-    ema: bool = False
-    allow_missing: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,6 +120,8 @@ def load_detailed(path: str | os.PathLike[str], reading: Reading | None = None) 
 
 def _whole_model(path: Path, kind: str, trust_pickle: bool) -> Loaded:
     if kind == "torchscript":
+        from .scripts import read_script
+
         script, shapes = read_script(path, trust_pickle)
         return Loaded(script, kind, shapes=shapes)
     return Loaded(open_onnx(path).load() if kind == "onnx" else read_program(path, trust_pickle), kind)

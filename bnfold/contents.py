@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from .archives import AGAIN, damaged
-from .errors import InvalidFileError
+from .archives import damaged
+from .errors import AGAIN, InvalidFileError
 from .recognition import recognise, shards_of
 from .selection import Looks, Weights, sets_of_weights
 

@@ -1,6 +1,9 @@
 """What bnfold raises. Every message is one line: the file, node or key, what was found, what to do."""
 
+from collections.abc import Iterable
 from typing import Any
+
+AGAIN = "copy or download it again"
 
 
 class BnfoldError(Exception):
@@ -48,3 +51,15 @@ class CaptureError(BnfoldError):
     """A module cannot be turned into a graph; the message carries the exporter's first line."""
 
     exit_code = 2
+
+
+def first_line(error: BaseException) -> str:
+    """The type of an error and the first line of what it says, for a message of ours that stays one line."""
+    first = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {first[:200]}".rstrip(": ")
+
+
+def some_of(names: Iterable[Any]) -> str:
+    """The first three of the names, and how many more there are."""
+    shown = [str(n) for n in names]
+    return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")

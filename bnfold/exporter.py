@@ -11,18 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import Reading, load_detailed
 from .errors import InvalidFileError, NotEquivalentError, RemainingNormsError, UsageError
 from .files import check_output, default_output, staged
 from .graphs.port import is_onnx, is_path
 from .inputs import Example, Free, inputs_for, is_specs, shapes_of
 from .onnx_files import OnnxFile, open_onnx
 from .onnx_output import data_names, free_name, superseded_data, write_model
-from .recognition import recognise
+from .recognition import Reading, recognise
 from .report import FileInfo, Fold, Reason, Report, Verdict
-from .scripts import write_script
 from .transform import fold, plan, planned
-from .verification import verify as verify_models
 
 Progress = Callable[[str], None]
 
@@ -98,6 +95,8 @@ def export(
         step(f"loading {path.name}")
     on_disk = path is not None and factory is None and recognise(path) == "onnx"
     if path is not None and not on_disk:
+        from .checkpoint import load_detailed
+
         loaded = load_detailed(path, Reading(factory, factory_args or {}, trust_pickle, key, ema, allow_missing))
         source, notes, shapes = loaded.model, list(loaded.notes), loaded.shapes
         if loaded.kind in ("state-dict", "torchscript"):
@@ -179,6 +178,13 @@ def _written(
     source = () if path is None or size is None else (FileInfo("source", str(path), size),)
     output = FileInfo("output", str(target), sum(f.stat().st_size for f in files))
     return report.with_(files=(*source, output), notes=(*report.notes, *notes))
+
+
+def verify_models(*models: Any, **options: Any) -> Verdict:
+    """`verification.verify`, which is imported when something is verified."""
+    from .verification import verify
+
+    return verify(*models, **options)
 
 
 def judged(
@@ -270,6 +276,8 @@ def _script_to_onnx(
     step: Progress,
 ) -> tuple[Any, Report]:
     """Write a TorchScript module as ONNX, norms and all, and fold it there."""
+    from .scripts import write_script
+
     step("writing ONNX with torch.onnx")
     model = write_script(
         source, given.inputs, free=given.free, static=static, opset=opset, input_names=input_names,

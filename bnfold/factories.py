@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import UsageError
+from .errors import UsageError, first_line
 
 if TYPE_CHECKING:
     from torch import nn
@@ -119,9 +119,3 @@ def importable(folder: Path) -> Iterator[None]:
         if absent:
             with suppress(ValueError):
                 sys.path.remove(entry)
-
-
-def first_line(error: BaseException) -> str:
-    """The type of an error and the first line of what it says, for a message of ours that stays one line."""
-    first = next(iter(str(error).strip().splitlines()), "")
-    return f"{type(error).__name__}: {first[:200]}".rstrip(": ")

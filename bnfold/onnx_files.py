@@ -18,9 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .archives import AGAIN
-from .errors import InvalidFileError
-from .factories import first_line
+from .errors import AGAIN, InvalidFileError, first_line
 from .onnx_wire import read_skeleton
 from .ops import Stored
 from .ranges import Places

@@ -1,16 +1,21 @@
-"""What kind of model a file is, recognised from its content, never from its suffix; torch is not imported."""
+"""What kind of model a file is, recognised from its content, never from its suffix, and how it is to be read."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from .archives import AGAIN, GIB, damaged, member_names
-from .errors import InvalidFileError
-from .selection import some_of
+from .errors import AGAIN, InvalidFileError, some_of
+
+if TYPE_CHECKING:
+    from torch import nn
 
 TORCH_MAGIC = bytes.fromhex("6cfc9c46f9206aa85019")  # the first object in a torch.save file older than the zip format
+LONGEST_HEADER = 1 << 30  # of a safetensors file, in bytes
 INDEX_BYTES = 1 << 26  # an index of shards is no longer than this
 
 # Files that are given for a model by mistake, by how they begin.
@@ -23,6 +28,24 @@ STRANGERS = {
     rb".{4}TFL3": "a TensorFlow Lite file, which is not read; export the model to ONNX",
     rb"\x1f\x8b|BZh|\xfd7zXZ|\x28\xb5\x2f\xfd|.{257}ustar": "a compressed file or a tar archive; unpack it first",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How a file is to be read: everything that a person may say about it.
+
+    `factory` builds the network for a file that holds weights only: a callable, "package.module:callable" or
+    "path/net.py:callable", called with `factory_args`. `trust_pickle` lets the file run code while it is read. `key`
+    ("a.b") names the weights to take where a file holds several, `ema` says that an average is wanted rather than
+    the raw ones. `allow_missing` lets keys be missing, or be there for nothing.
+    """
+
+    factory: str | Callable[..., nn.Module] | None = None
+    factory_args: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    trust_pickle: bool = False
+    key: str | None = None
+    ema: bool = False
+    allow_missing: bool = False
 
 
 def recognise(path: Path) -> str:
@@ -46,7 +69,7 @@ def recognise(path: Path) -> str:
     if head.startswith(b"\x80") and TORCH_MAGIC in head:
         return "torch"
     length = int.from_bytes(head[:8], "little")
-    if head[8:9] == b"{" and length < GIB:
+    if head[8:9] == b"{" and length < LONGEST_HEADER:
         if length > size - 8:
             raise InvalidFileError(f"{path}: a safetensors file cut short; {AGAIN}")
         return "safetensors"
@@ -59,6 +82,8 @@ def recognise(path: Path) -> str:
 
 
 def _recognise_zip(path: Path) -> str:
+    from .archives import member_names
+
     names = [n.partition("/")[2] or n for n in member_names(path)]
     if "data.pkl" in names and ("constants.pkl" in names or any(n.startswith("code/") for n in names)):
         return "torchscript"
@@ -71,6 +96,8 @@ def _recognise_zip(path: Path) -> str:
 
 def shards_of(path: Path) -> list[Path]:
     """The files that the index of a sharded checkpoint names. Raises InvalidFileError where they are not beside it."""
+    from .archives import damaged
+
     try:
         named = sorted(set(json.loads(path.read_bytes())["weight_map"].values()))
         shards = [path.parent / name for name in named]

@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import Reading, load_detailed
 from .errors import UsageError
 from .exporter import export, judged
 from .files import check_output, default_output, staged
-from .recognition import recognise
+from .recognition import Reading, recognise
 from .report import FileInfo, Report
 from .transform import fold
 
@@ -51,7 +50,6 @@ def fold_file(
         "tolerance": tolerance,
         "progress": progress,
     }
-    reading = reading or Reading()
     check_output(target, source, force=force, in_place=in_place)
     kind, suffix = recognise(source), target.suffix.lower()
     if kind == "onnx":
@@ -61,6 +59,9 @@ def fold_file(
             source, target, freeze_initializers=freeze_initializers, respect_inputs=respect_inputs, force=force,
             in_place=in_place, **common,
         ).report  # fmt: skip
+    from .checkpoint import load_detailed
+
+    reading = reading or Reading()
     if suffix == ".onnx":
         load_detailed(source, reading)  # what is wrong with the file itself comes first
         raise UsageError(f"{source} is no ONNX file: `bnfold export` turns it into one")
@@ -74,6 +75,8 @@ def fold_file(
 
 
 def _fold_program(source: Path, target: Path, reading: Reading, common: dict[str, Any]) -> Report:
+    from .checkpoint import load_detailed
+
     step = common["progress"] or (lambda _: None)
     step(f"loading {source.name}")
     loaded = load_detailed(source, reading)

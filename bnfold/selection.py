@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .errors import some_of
+
 # Where training scripts put the weights, best first, and what wrappers put in front of every key.
 WRAPPERS = ("state_dict", "model_state_dict", "model_state", "model", "net", "network", "module", "params", "weights")
 PREFIXES = ("module.", "_orig_mod.", "model.", "net.", "network.", "backbone.")
@@ -159,9 +161,3 @@ def _is_average(stack: str) -> bool:
 
 def _paths(found: Iterable[Weights]) -> list[str]:
     return [f"'{f.path}'" if f.where else "weights without a key" for f in found] or ["no weights"]
-
-
-def some_of(names: Iterable[Any]) -> str:
-    """The first three of the names, and how many more there are."""
-    shown = [str(n) for n in names]
-    return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")

@@ -14,12 +14,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import Origin, Reading, load_detailed
+from .checkpoint import Origin, load_detailed
 from .errors import UsageError
 from .exporter import judged
 from .files import check_output, staged
 from .inputs import inputs_for
 from .notes import Note
+from .recognition import Reading
 from .report import FileInfo, Report
 from .transform import planned
 

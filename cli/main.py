@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from bnfold.checkpoint import Reading
+    from bnfold.recognition import Reading
     from bnfold.report import Report
 
     from .render import Screen
@@ -342,9 +342,11 @@ def explain(
 
 
 def _factory_args(items: list[str] | None) -> dict[str, Any]:
+    if not items:
+        return {}
     from bnfold.factories import parse_factory_args
 
-    return parse_factory_args(items or [])
+    return parse_factory_args(items)
 
 
 def _example_inputs(texts: list[str] | None) -> Any:
@@ -377,7 +379,7 @@ def _warn_of(trust_pickle: bool, screen: Screen, *files: Path) -> None:
 def _reading(
     factory: str | None, factory_arg: list[str] | None, trust_pickle: bool, key: str | None, ema: bool, missing: bool
 ) -> Reading:
-    from bnfold.checkpoint import Reading
+    from bnfold.recognition import Reading
 
     return Reading(factory, _factory_args(factory_arg), trust_pickle, key, ema, missing)
 
@@ -419,9 +421,9 @@ def _loaded(path: Path, reading: Reading, specs: Any) -> tuple[Any, Any, tuple[s
 
 def _runnable(path: Path, reading: Reading, step: Callable[[str], None]) -> Any:
     """An .onnx stays a path, so that onnxruntime reads it; anything else is loaded."""
-    from bnfold.checkpoint import Reading, load_detailed
+    from bnfold.checkpoint import load_detailed
     from bnfold.onnx_files import open_onnx
-    from bnfold.recognition import recognise
+    from bnfold.recognition import Reading, recognise
 
     step(f"loading {path.name}")
     onnx = path.suffix.lower() == ".onnx"
