@@ -10,6 +10,7 @@ elsewhere, are settled by `round_product`.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -27,6 +28,16 @@ BELOW = np.int64((1 << 29) - 1)  # the bits of a float64 mantissa that float32 d
 NEAR = np.int64(4)  # units in the last place of float64: a product of three factors is off by 2 at most
 
 
+class _Room(threading.local):
+    """What each thread that scales works in, kept: asking for it anew at each weight costs as much as the work."""
+
+    def __init__(self) -> None:
+        self.products, self.sizes = Scratch(), Scratch()
+
+
+_room = _Room()
+
+
 @np.errstate(all="ignore")
 def scale_rows(fmt: FloatFormat, rows: Stored, factors: Sequence[Array], out: Stored) -> Reason | None:
     """Write the product of `rows` and one or two broadcastable factors to `out`, both as stored.
@@ -35,11 +46,10 @@ def scale_rows(fmt: FloatFormat, rows: Stored, factors: Sequence[Array], out: St
     number becomes zero though no factor is.
     """
     quick = fmt is FLOAT32 and all(np.abs(f).max(initial=0) < TAME for f in factors)
-    products, sizes = Scratch(), Scratch()
     for at in _pieces(rows.shape):
         piece, scales, new = rows[at], [f[_cut(f, at)] for f in factors], out[at]
-        product = products.array(piece.shape, np.dtype(np.float64))
-        size = sizes.array(piece.shape, np.dtype(np.float32))
+        product = _room.products.array(piece.shape, np.dtype(np.float64))
+        size = _room.sizes.array(piece.shape, np.dtype(np.float32))
         if quick and _quick(piece, scales, new, product, size):
             continue
         reason = _exact(fmt, piece, scales, new)
