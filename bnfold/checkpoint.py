@@ -7,7 +7,6 @@ The format is recognised from the content, never from the suffix. What could run
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import zipfile
 from collections import OrderedDict
@@ -20,7 +19,7 @@ from .archives import damaged, read_pickle, read_program
 from .errors import InvalidFileError, UsageError, some_of
 from .factories import build_network
 from .onnx_files import open_onnx
-from .recognition import Reading, recognise, shards_of
+from .recognition import Reading, recognise, safetensors_header, shards_of
 from .selection import Looks, NotChosenError, Prefix, choose, prefix_of, sets_of_weights
 
 if TYPE_CHECKING:
@@ -137,11 +136,7 @@ def _read_weights(path: Path, kind: str, trust_pickle: bool) -> Any:
 
 
 def _metadata_of(path: Path, kind: str) -> Mapping[str, str]:
-    if kind != "safetensors":
-        return {}
-    with path.open("rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    return header.get("__metadata__") or {}
+    return safetensors_header(path).get("__metadata__") or {} if kind == "safetensors" else {}
 
 
 def _read_safetensors(path: Path) -> Any:

@@ -7,7 +7,6 @@ state it was given, so that a file that would run code is described like any oth
 
 from __future__ import annotations
 
-import json
 import pickle
 import re
 import zipfile
@@ -19,7 +18,7 @@ from typing import IO, Any
 
 from .archives import damaged
 from .errors import AGAIN, InvalidFileError
-from .recognition import recognise, shards_of
+from .recognition import recognise, safetensors_header, shards_of
 from .selection import Looks, Weights, sets_of_weights
 
 STORAGES = {
@@ -154,12 +153,9 @@ def _is_network(value: Any) -> bool:
 
 
 def _header(path: Path) -> dict[str, TensorInfo]:
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
     return {
         key: TensorInfo(tuple(entry["shape"]), SAFETENSORS.get(entry["dtype"], str(entry["dtype"]).lower()))
-        for key, entry in header.items()
+        for key, entry in safetensors_header(path).items()
         if key != "__metadata__"
     }
 

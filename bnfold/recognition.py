@@ -94,6 +94,12 @@ def _recognise_zip(path: Path) -> str:
     raise InvalidFileError(f"{path}: a zip archive without a model (it holds {some_of(names)}); unpack it first")
 
 
+def safetensors_header(path: Path) -> dict[str, Any]:
+    """What a safetensors file says of its tensors, by name, and of itself under `__metadata__`. Raises ValueError."""
+    with path.open("rb") as file:
+        return json.loads(file.read(int.from_bytes(file.read(8), "little")))
+
+
 def shards_of(path: Path) -> list[Path]:
     """The files that the index of a sharded checkpoint names. Raises InvalidFileError where they are not beside it."""
     from .archives import damaged

@@ -9,8 +9,8 @@ not show what went in; where the function has an inverse, it is computed from th
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ class Saturated:
     output: str
     op: str
     before: str
+    place: int = field(compare=False)  # among the outputs
 
 
 def saturated_outputs(reference: Any, candidate: Any) -> tuple[Saturated, ...]:
@@ -64,20 +65,14 @@ def undone(end: Saturated, output: NDArray[Any]) -> NDArray[Any]:
     return np.clip(inverse(output.astype(np.float64)), low, high).astype(output.dtype)
 
 
-def names_of_outputs(model: Any) -> Sequence[str]:
-    """The outputs of an ONNX model, in order."""
-    proto = read(model)
-    return [] if proto is None else [o.name for o in proto.graph.output]
-
-
 def _found(model: Any) -> list[Saturated]:
     proto = read(model)
     if proto is None:
         return []
-    results = {o.name for o in proto.graph.output}
+    results = {o.name: k for k, o in enumerate(proto.graph.output)}
     ends = [n for n in proto.graph.node if n.op_type in SATURATING and n.domain in ("", "ai.onnx")]
     return [
-        Saturated(n.output[0], n.op_type, n.input[0])
+        Saturated(n.output[0], n.op_type, n.input[0], results[n.output[0]])
         for n in ends
         if n.output[0] in results and n.input[0] not in results
     ]

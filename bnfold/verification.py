@@ -46,7 +46,6 @@ from .saturation import (
     Saturated,
     clipped,
     invertible_outputs,
-    names_of_outputs,
     saturated_outputs,
     undone,
 )
@@ -154,7 +153,6 @@ class _Ends:
         self.saturated: tuple[Saturated, ...] = ()
         if self.undo:
             self.saturated = invertible_outputs(candidate)
-            self._places = {name: k for k, name in enumerate(names_of_outputs(candidate))}
         elif is_onnx(candidate):
             self.saturated = saturated_outputs(reference, candidate)
 
@@ -162,9 +160,9 @@ class _Ends:
         """What the reference returns, and behind it what went into its saturations."""
         if not self.undo:
             return outputs
-        results = [array for _, array in outputs]
-        results += [np.zeros(0)] * (len(self._places) - len(results))  # outputs that are missing differ in any case
-        return [*outputs, *((s.before, undone(s, results[self._places[s.output]])) for s in self.saturated)]
+        results = dict(enumerate(array for _, array in outputs))
+        missing = np.zeros(0)  # an output that is missing differs in any case
+        return [*outputs, *((s.before, undone(s, results.get(s.place, missing))) for s in self.saturated)]
 
     def looked_at(self, outputs: Outputs) -> Outputs:
         """What the candidate returns, of what goes into saturations as much as the reference tells."""
