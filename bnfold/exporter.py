@@ -33,6 +33,16 @@ class Exported:
     verdict: Verdict | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What a file that torch writes is to be like."""
+
+    static: bool
+    opset: int | None
+    input_names: Sequence[str] | None
+    output_names: Sequence[str] | None
+
+
 def export(
     source: Any,
     output: Any = None,
@@ -111,7 +121,8 @@ def export(
         return _from_onnx(path if on_disk else source, target, listed, selection, checks, providers)
     given = Example(None) if _is_program(source) else inputs_for(source, example_inputs, shapes)
     write = _script_to_onnx if _is_script(source) else _to_onnx
-    candidate, report = write(source, given, selection, static, opset, input_names, output_names, step)
+    form = _Form(static, opset, input_names, output_names)
+    candidate, report = write(source, given, selection, form, step)
     report = report.with_(notes=(*notes, *given.notes, *report.notes))
     size = None if path is None else path.stat().st_size
     superseded = superseded_data(target)
@@ -240,24 +251,21 @@ def _to_onnx(
     source: Any,
     given: Example,
     selection: dict[str, Any],
-    static: bool,
-    opset: int | None,
-    input_names: Sequence[str] | None,
-    output_names: Sequence[str] | None,
+    form: _Form,
     step: Progress,
 ) -> tuple[Any, Report]:
     """Capture, fold in torch, write as ONNX without the exporter's own folding, fold what is left there."""
     from .graphs.torch_graph import program_graph
 
     step("capturing the graph")
-    graph = program_graph(source, given.inputs, static=static, free=given.free)
+    graph = program_graph(source, given.inputs, static=form.static, free=given.free)
     step("folding")
     planning = planned(graph, **selection)
     program, added = graph.apply(planning)
     report = planning.report.with_(bytes_added=added)
     step("writing ONNX with torch.onnx")
-    model = _exported(program, opset, input_names, output_names)
-    report = report.with_(notes=(*report.notes, *_name_sizes(model, {} if static else given.free)))
+    model = _exported(program, form)
+    report = report.with_(notes=(*report.notes, *_name_sizes(model, {} if form.static else given.free)))
     if late := _late(report, model):
         step("folding what is left in ONNX")
         rest = fold(model, only=[glob.escape(n) for n in late], keep_broken=True)
@@ -269,10 +277,7 @@ def _script_to_onnx(
     source: Any,
     given: Example,
     selection: dict[str, Any],
-    static: bool,
-    opset: int | None,
-    input_names: Sequence[str] | None,
-    output_names: Sequence[str] | None,
+    form: _Form,
     step: Progress,
 ) -> tuple[Any, Report]:
     """Write a TorchScript module as ONNX, norms and all, and fold it there."""
@@ -280,10 +285,10 @@ def _script_to_onnx(
 
     step("writing ONNX with torch.onnx")
     model = write_script(
-        source, given.inputs, free=given.free, static=static, opset=opset, input_names=input_names,
-        output_names=output_names,
+        source, given.inputs, free=given.free, static=form.static, opset=form.opset, input_names=form.input_names,
+        output_names=form.output_names,
     )  # fmt: skip
-    _check_asked(model, opset, input_names or (), output_names or ())
+    _check_asked(model, form)
     step("folding")
     folded = fold(model, **selection)
     return folded.model, folded.report
@@ -302,7 +307,7 @@ def _late(report: Report, model: Any) -> dict[str, str]:
     return {n.norm: n.module for n in norms if n.module in open_ones and calls[n.module] == 1}
 
 
-def _exported(program: Any, opset: int | None, inputs: Sequence[str] | None, outputs: Sequence[str] | None) -> Any:
+def _exported(program: Any, form: _Form) -> Any:
     import torch
 
     from .graphs.torch_capture import quiet
@@ -317,9 +322,9 @@ def _exported(program: Any, opset: int | None, inputs: Sequence[str] | None, out
                 dynamo=True,
                 optimize=False,  # its own folding works in float32 and would hide what was there
                 verbose=False,
-                opset_version=opset,
-                input_names=list(inputs) if inputs else None,
-                output_names=list(outputs) if outputs else None,
+                opset_version=form.opset,
+                input_names=list(form.input_names) if form.input_names else None,
+                output_names=list(form.output_names) if form.output_names else None,
             )
     except Exception as e:
         first = (str(e).strip().splitlines() or [type(e).__name__])[0]
@@ -328,16 +333,21 @@ def _exported(program: Any, opset: int | None, inputs: Sequence[str] | None, out
         converter.setLevel(level)
     assert exported is not None
     model = exported.model_proto
-    _check_asked(model, opset, inputs or (), outputs or ())
+    _check_asked(model, form)
     return model
 
 
-def _check_asked(model: Any, opset: int | None, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+def _check_asked(model: Any, form: _Form) -> None:
     """torch.onnx passes over an opset it cannot reach, and over names that are too many; here they are wrong usage."""
-    written = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), opset)
-    if opset is not None and written != opset:
-        raise UsageError(f"--opset {opset}: torch.onnx could only write opset {written}; leave it out, or try another")
-    for option, names, values in (("input", inputs, model.graph.input), ("output", outputs, model.graph.output)):
+    written = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), form.opset)
+    if form.opset is not None and written != form.opset:
+        raise UsageError(
+            f"--opset {form.opset}: torch.onnx could only write opset {written}; leave it out, or try another"
+        )
+    for option, names, values in (
+        ("input", form.input_names or (), model.graph.input),
+        ("output", form.output_names or (), model.graph.output),
+    ):
         if len(names) > len(values):
             raise UsageError(f"--{option}-name: {len(names)} given, but the model's {option}s number {len(values)}")
 
