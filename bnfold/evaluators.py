@@ -44,13 +44,15 @@ Outputs = list[tuple[str, Array]]  # no dict: onnxruntime lets a graph name one 
 class InputSpec:
     """One input as a model declares it. `dtype` is None where it is no tensor of numbers.
 
-    `bounds` holds the smallest and the largest size of a symbol, where the model says so.
+    `bounds` holds the smallest and the largest size of a symbol, where the model says so; `values` the smallest and
+    the largest value, where a person does.
     """
 
     name: str
     dtype: np.dtype[Any] | None
     shape: tuple[Dim, ...]
     bounds: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    values: tuple[float, float] | None = None
 
 
 class Evaluator(Protocol):
@@ -306,7 +308,8 @@ class ProgramEvaluator:
         """Call the graph module with the structure of arguments it was exported with."""
         from torch.utils import _pytree as pytree  # noqa: TID251 -- a torch model takes part
 
-        values = iter(_bind(batch, self.inputs, self._role))
+        bound = zip(_bind(batch, self.inputs, self._role), self.inputs, strict=True)
+        values = (v if _is_tensor(v) else _typed(v, spec.dtype) for v, spec in bound)
         leaves = [next(values) if _is_tensor(v) else v for _, v in self._arguments]
         args, kwargs = pytree.tree_unflatten(leaves, self._program.call_spec.in_spec)
         return _forward(self._module, args, kwargs, self._float64)

@@ -14,7 +14,7 @@ from typing import Any
 from .errors import InvalidFileError, NotEquivalentError, RemainingNormsError, UsageError
 from .files import check_output, default_output, staged
 from .graphs.port import is_onnx, is_path
-from .inputs import Example, Free, inputs_for, is_specs, shapes_of
+from .inputs import Example, Free, Trials, inputs_for, is_specs, trials_for, trials_on
 from .onnx_files import OnnxFile, open_onnx
 from .onnx_output import data_names, free_name, superseded_data, write_model
 from .recognition import Reading, recognise
@@ -77,8 +77,9 @@ def export(
     Args:
         source: A path (state dict with `factory`, pickled module, .pt2, .onnx) or the model itself.
         output: Where to write; `model.pt` becomes `model.onnx` beside it. Needed when `source` is no path.
-        example_inputs: As for `fold`, or a tuple of `inputs.InputSpec`; inferred where possible when left out. What
-            declares its inputs itself (ONNX, an ExportedProgram) is verified on inputs of the shapes of such specs.
+        example_inputs: As for `fold`, a tuple of `inputs.InputSpec`, or `inputs.Arrays` read from a file; inferred
+            where possible when left out. What declares its inputs itself (ONNX, an ExportedProgram) is verified on
+            such arrays, and on inputs like such specs.
         factory: Builds the network for a file of bare weights. This, `factory_args`, `trust_pickle`, `key`, `ema` and
             `allow_missing` are those of `bnfold.load`.
         verify: Compare the file with the source in onnxruntime before it appears at its path.
@@ -97,7 +98,7 @@ def export(
     check_output(target, path, force=force, in_place=in_place)
     selection: dict[str, Any] = {"only": only, "skip": skip, "merge": merge, "keep_broken": keep_broken}
     checks: dict[str, Any] = {
-        "verify": verify, "require_all": require_all, "tolerance": tolerance, "shapes": None, "progress": progress,
+        "verify": verify, "require_all": require_all, "tolerance": tolerance, "progress": progress, "trials": Trials(),
     }  # fmt: skip
     notes: list[str] = []
     shapes = None
@@ -112,14 +113,19 @@ def export(
         if loaded.kind in ("state-dict", "torchscript"):
             source.eval()  # its training flag is the factory's, not a fact about the checkpoint
     onnx = on_disk or is_onnx(source)
-    if is_specs(example_inputs) and (onnx or _is_program(source)):
-        checks["shapes"], example_inputs = shapes_of(example_inputs), None
+    if onnx or _is_program(source):
+        checks["trials"] = trials_on(example_inputs)
     if onnx:
         if opset or static or input_names or output_names:
             raise UsageError("--opset, --static and names apply to torch models; the source is an ONNX file already")
         listed = {"freeze_initializers": freeze_initializers, "respect_inputs": respect_inputs}
         return _from_onnx(path if on_disk else source, target, listed, selection, checks, providers)
-    given = Example(None) if _is_program(source) else inputs_for(source, example_inputs, shapes)
+    given = Example(None)
+    if not _is_program(source):
+        given = inputs_for(source, example_inputs, shapes)
+        trials = trials_for(source, example_inputs, given.inputs)
+        if trials.batches or is_specs(example_inputs):  # else the file that is written says it all
+            checks["trials"] = trials
     write = _script_to_onnx if _is_script(source) else _to_onnx
     form = _Form(static, opset, input_names, output_names)
     candidate, report = write(source, given, selection, form, step)
@@ -191,11 +197,11 @@ def _written(
     return report.with_(files=(*source, output), notes=(*report.notes, *notes))
 
 
-def verify_models(*models: Any, **options: Any) -> Verdict:
-    """`verification.verify`, which is imported when something is verified."""
-    from .verification import verify
+def verify_models(reference: Any, candidate: Any, trials: Trials, **options: Any) -> Verdict:
+    """`verification.verify`, which is imported when something is verified, on these trials and made ones."""
+    from .verification import SEEDS, verify
 
-    return verify(*models, **options)
+    return verify(reference, candidate, trials.batches or None, shapes=trials.specs, seeds=SEEDS, **options)
 
 
 def judged(
@@ -208,8 +214,8 @@ def judged(
 ) -> Report:
     """The report with the verdict on the candidate; raises when it does not pass, so that nothing is written.
 
-    `checks` holds `verify`, `require_all`, `tolerance` and `progress` as `export` takes them, and may hold the
-    `shapes` of the inputs to verify on, or the `batches` themselves.
+    `checks` holds `verify`, `require_all`, `tolerance` and `progress` as `export` takes them, and the `trials` to
+    verify on.
     """
     if checks["require_all"] and report.kept:
         raise RemainingNormsError(_remaining(report), report)
@@ -220,9 +226,8 @@ def judged(
         return report.with_(verdict=same)
     (checks["progress"] or (lambda _: None))("verifying")
     verdict = verify_models(
-        source, candidate, checks.get("batches"), providers=providers, tolerance=checks["tolerance"],
-        shapes=checks.get("shapes"),
-    )  # fmt: skip
+        source, candidate, trials=checks["trials"], providers=providers, tolerance=checks["tolerance"]
+    )
     report = report.with_(verdict=verdict)
     if not verdict.passed:
         raise NotEquivalentError(_difference(target, verdict), report)

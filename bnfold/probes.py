@@ -14,12 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import BnfoldError, UsageError
-from .evaluators import Array, Batch, Dim, Evaluator, InputSpec, Outputs, first_line, is_float
+from .evaluators import DTYPES, Array, Batch, Dim, Evaluator, InputSpec, Outputs, first_line, is_float
+from .inputs import BELOW
+from .inputs import InputSpec as Wanted
 
 SIZES = (64, 32, 224, 96, 128, 512)  # for the dims that a model leaves open, until it runs
 BATCH = 2
 
-Shape = Sequence[int | str | None]
+Shape = Sequence[int | str | None] | Wanted  # or all that a person says of the input
 Shapes = Mapping[str, Shape] | Sequence[Shape]
 
 
@@ -44,8 +46,8 @@ def made_runs(
     specs = _specs(original, candidate, shapes)
     names = [s.name for s in specs]
     # By position unless both know the names: a parameter of `forward` and an ONNX input are often called differently.
-    if original.inputs is None and candidate.inputs is None:
-        by_name = isinstance(shapes, Mapping)
+    if original.inputs is None:
+        by_name = isinstance(shapes, Mapping) and set(names) == set(shapes)
     else:
         by_name = _knows(original, names) and _knows(candidate, names)
     sizes = list(SIZES)
@@ -108,7 +110,7 @@ def _specs(original: Evaluator, candidate: Evaluator, shapes: Shapes | None) -> 
 def _with_shapes(declared: Sequence[InputSpec] | None, shapes: Shapes, original: Evaluator) -> list[InputSpec]:
     if declared is None:
         items = shapes.items() if isinstance(shapes, Mapping) else ((f"input{i}", s) for i, s in enumerate(shapes))
-        return [InputSpec(name, original.float_type, tuple(shape)) for name, shape in items]
+        return [_undeclared(name, shape, original.float_type) for name, shape in items]
     known = [d.name for d in declared]
     if not isinstance(shapes, Mapping):
         if len(shapes) != len(known):
@@ -116,7 +118,21 @@ def _with_shapes(declared: Sequence[InputSpec] | None, shapes: Shapes, original:
         shapes = dict(zip(known, shapes, strict=True))
     if unknown := [n for n in shapes if n not in known]:
         raise UsageError(f"shapes: no input is called {', '.join(unknown)}; the model has {', '.join(known)}")
-    return [replace(d, shape=tuple(shapes.get(d.name, d.shape))) for d in declared]
+    return [_like(d, shapes.get(d.name, d.shape)) for d in declared]
+
+
+def _like(spec: InputSpec, wanted: Shape) -> InputSpec:
+    """The input with what a person says of it; the type that the model declares stands."""
+    if not isinstance(wanted, Wanted):
+        return replace(spec, shape=tuple(wanted))
+    return replace(spec, shape=wanted.shape, values=wanted.values)
+
+
+def _undeclared(name: str, wanted: Shape, float_type: np.dtype[Any]) -> InputSpec:
+    spec = _like(InputSpec(name, float_type, ()), wanted)
+    if isinstance(wanted, Wanted) and wanted.dtype != "float32":  # which a person need not have said
+        return replace(spec, dtype=DTYPES.get(wanted.dtype))
+    return spec
 
 
 def _fixed(d: Dim) -> bool:
@@ -156,7 +172,12 @@ def _values(rng: np.random.Generator, spec: InputSpec, shape: tuple[int, ...], k
     if spec.dtype is None:
         raise UsageError(f"input {spec.name} is no tensor of numbers: pass example inputs")
     if not is_float(spec.dtype):
-        values = rng.integers(0, 2 if spec.dtype == np.bool_ else 8, shape)
+        least, most = (int(v) for v in spec.values or (0, 1 if spec.dtype == np.bool_ else BELOW - 1))
+        values = rng.integers(least, min(most, 2**63 - 1), shape, endpoint=True)
+    elif spec.values is not None:
+        least, most = spec.values
+        spread = [rng.uniform(0, 1, shape), rng.integers(0, 2, shape), (_impulses(rng, shape) + 1) / 2][kind]
+        values = least + (most - least) * spread
     elif kind == 2:
         values = _impulses(rng, shape)
     else:

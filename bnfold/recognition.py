@@ -54,23 +54,14 @@ def recognise(path: Path) -> str:
     One of "torch" (torch.save), "torchscript", "exported-program", "safetensors", "sharded" (the index of a checkpoint
     in several files) and "onnx". Raises InvalidFileError for what is no model, or cannot be read.
     """
-    try:
-        if path.is_dir():
-            raise InvalidFileError(f"{path}: is a folder; name the model file in it")
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            head = file.read(512)
-    except FileNotFoundError:
-        raise InvalidFileError(f"{path}: no such file (looked from {Path.cwd()}); check the path") from None
-    except OSError as error:
-        raise InvalidFileError(f"{path}: cannot be read ({error.strerror}); check path and permissions") from None
+    head = head_of(path)
     if head.startswith(b"PK"):
         return _recognise_zip(path)
     if head.startswith(b"\x80") and TORCH_MAGIC in head:
         return "torch"
     length = int.from_bytes(head[:8], "little")
     if head[8:9] == b"{" and length < LONGEST_HEADER:
-        if length > size - 8:
+        if length > path.stat().st_size - 8:
             raise InvalidFileError(f"{path}: a safetensors file cut short; {AGAIN}")
         return "safetensors"
     if head.lstrip().startswith(b"{") and b'"weight_map"' in path.read_bytes()[:INDEX_BYTES]:
@@ -79,6 +70,19 @@ def recognise(path: Path) -> str:
         if re.match(pattern, head, re.IGNORECASE | re.DOTALL):
             raise InvalidFileError(f"{path}: {found}")
     return "onnx"
+
+
+def head_of(path: Path) -> bytes:
+    """How a file begins. Raises InvalidFileError where there is none, or it cannot be read."""
+    try:
+        if path.is_dir():
+            raise InvalidFileError(f"{path}: is a folder; name the file in it")
+        with path.open("rb") as file:
+            return file.read(512)
+    except FileNotFoundError:
+        raise InvalidFileError(f"{path}: no such file (looked from {Path.cwd()}); check the path") from None
+    except OSError as error:
+        raise InvalidFileError(f"{path}: cannot be read ({error.strerror}); check path and permissions") from None
 
 
 def _recognise_zip(path: Path) -> str:

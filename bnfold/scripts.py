@@ -18,7 +18,7 @@ from typing import Any
 from .archives import cause_of, damaged, members_of, packed, unsafe
 from .contents import TensorInfo, read_pickled
 from .errors import InvalidFileError
-from .inputs import Free
+from .inputs import Free, arguments_of
 
 LIBRARIES = {"aten", "prim", "prims", "quantized", "torchvision"}  # whose operators only compute
 FILES = {"save", "from_file", "read_file", "write_file"}  # but for these
@@ -69,7 +69,7 @@ def write_script(
 
     from .graphs.torch_trial import quiet
 
-    arguments = _argument_names(script)
+    arguments = list(arguments_of(script))
     if isinstance(inputs, Mapping):
         inputs = tuple(inputs[a] for a in arguments if a in inputs)
     elif not isinstance(inputs, tuple):
@@ -89,10 +89,6 @@ def write_script(
             return onnx.load(written)
     except Exception as error:
         raise InvalidFileError(f"torch.onnx cannot write this script: {cause_of(error)}") from error
-
-
-def _argument_names(script: Any) -> list[str]:
-    return [a.name for a in script.forward.schema.arguments if a.name != "self"]
 
 
 def _traced_shapes(members: Mapping[str, bytes]) -> tuple[tuple[int, ...], ...] | None:

@@ -18,8 +18,9 @@ candidate is compared with the original directly.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -58,6 +59,7 @@ TOLERANCES = {  # of the range; float32 stands between noise (4e-5) and a 1 % fa
     "float16": 2e-2,
     "bfloat16": 1e-1,
 }
+SEEDS = (0, 1, 2)  # of the inputs that are made
 TIES = 1e-3  # share of integers and booleans that may differ: a near-tie under argmax or a threshold goes either way
 # How much unluckier than the original the candidate may round. Of 1000 right folds of random nets whose scales span 12
 # decades 13 were unluckier, all with floors above 1e-5; six torchvision networks with random statistics stay below
@@ -76,7 +78,7 @@ def verify(
     providers: Sequence[str] = (CPU,),
     tolerance: float | None = None,
     shapes: Shapes | None = None,
-    seeds: Sequence[int] = (0, 1, 2),
+    seeds: Sequence[int] | None = None,
 ) -> Verdict:
     """Compare two models: each an nn.Module (judged in evaluation mode, on a copy), an ExportedProgram, a ModelProto,
     its bytes, or the path of an .onnx file.
@@ -84,13 +86,16 @@ def verify(
     Args:
         reference: What is right. An ONNX reference runs on the CPU, where the CPU has kernels for it.
         candidate: What is judged. An ONNX candidate runs on each provider in turn.
-        batches: Inputs: tuples in positional order, dicts by name, or single arrays. None makes one from each seed, in
-            turn noise, wide noise with an offset, and impulses at corners and borders on a constant; the second with
-            batch size 1 where that is free, the others with 2.
+        batches: Inputs: tuples in positional order, dicts by name, or single arrays.
         providers: onnxruntime providers.
         tolerance: The limit for every output, in place of the one that follows from its type and from the floor.
-        shapes: Shapes of the inputs, by name or in order, where the models do not declare them; a string is a free dim.
-        seeds: What the inputs are made from.
+        shapes: Shapes of the inputs, by name or in order, where the models do not declare them; a string is a free
+            dim. An `inputs.InputSpec` says type and values too.
+        seeds: What more inputs are made from, one batch for each: in turn noise, wide noise with an offset, and
+            impulses at corners and borders on a constant; the second with batch size 1 where that is free, the others
+            with 2.
+            Left out, `SEEDS` without `batches` and none with them. Where batches were given too, made ones on which
+            the reference does not run are left out, and a note says so.
 
     Floating-point outputs are judged relative to their range (see the module), and where a float64 reference is at
     hand, channel by channel too. Of an integer or boolean output, `error` is the share of elements that differ, and
@@ -110,14 +115,14 @@ def verify(
     original = _reference(reference, providers, () if ends.undo else watch)
     used = tuple(providers) if is_onnx(candidate) else ()
     candidates = [evaluator(candidate, "candidate", p, watch) for p in used] or [evaluator(candidate, "candidate")]
-    if batches is None:
-        runs = made_runs(original, candidates[0], shapes, tuple(seeds))
-    else:
-        runs = given_runs(original, batches)
-
+    seeds = tuple(seeds if seeds is not None else SEEDS if batches is None else ())
     judge = _Float64(original)
     worst: list[OutputCheck] = []
     notes: dict[str, None] = {}
+    runs = itertools.chain(
+        () if batches is None else given_runs(original, batches),
+        _made_runs(original, candidates[0], shapes, seeds, None if batches is None else notes),
+    )
     for batch, expected in runs:
         exact = judge.run(batch, expected)
         expected, exact = ends.with_before(expected), None if exact is None else ends.with_before(exact)
@@ -137,7 +142,7 @@ def verify(
         passed=all(_passes(c) for c in worst),
         outputs=tuple(worst),
         providers=used or ((CPU,) if is_onnx(reference) else ()),
-        seeds=tuple(seeds) if batches is None else (),
+        seeds=seeds,
         notes=tuple(n for n in notes if n),
     )
 
@@ -171,6 +176,24 @@ class _Ends:
         first = len(outputs) - len(self.saturated)
         watched = [(n, clipped(s, a)) for s, (n, a) in zip(self.saturated, outputs[first:], strict=True)]
         return [*outputs[:first], *watched]
+
+
+def _made_runs(
+    original: Evaluator,
+    candidate: Evaluator,
+    shapes: Shapes | None,
+    seeds: tuple[int, ...],
+    notes: dict[str, None] | None,
+) -> Iterator[tuple[Batch, Outputs]]:
+    """Made inputs; where they are only an addition to others (`notes`), none need fit."""
+    if not seeds:
+        return
+    try:
+        yield from made_runs(original, candidate, shapes, seeds)
+    except UsageError as e:
+        if notes is None:
+            raise
+        notes[f"compared on the given inputs only: {e}"] = None
 
 
 # --- running ----------------------------------------------------------------------------------------------------------

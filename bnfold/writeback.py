@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from .checkpoint import Origin, load_detailed
 from .errors import UsageError
 from .exporter import judged
 from .files import check_output, staged
-from .inputs import inputs_for
+from .inputs import inputs_for, trials_for
 from .notes import Note
 from .recognition import Reading
 from .report import FileInfo, Report
@@ -71,7 +72,8 @@ def fold_checkpoint(
     before = dict(network.state_dict())
     folded, added = graph.apply(plan)
     report = plan.report.with_(bytes_added=added, notes=(*loaded.notes, *given.notes, *plan.report.notes))
-    report = judged(network, folded, report, target, {**checks, **_to_run_on(given.inputs)})
+    trials = replace(trials_for(network, example_inputs, given.inputs), batches=(given.inputs,))
+    report = judged(network, folded, report, target, {**checks, "trials": trials})
     size = source.stat().st_size
     step("writing")
     with ExitStack() as placed:
@@ -85,16 +87,6 @@ def fold_checkpoint(
     files = FileInfo("source", str(source), size), FileInfo("output", str(target), target.stat().st_size)
     notes = (*report.notes, f"{note_file.name} says how the class changes: bnfold.apply_note") if bare else report.notes
     return report.with_(files=files, notes=notes)
-
-
-def _to_run_on(inputs: Any) -> dict[str, Any]:
-    """What a module is verified on: inputs of the shapes it was folded with where all are numbers, else these."""
-    given = inputs if isinstance(inputs, dict | tuple | list) else (inputs,)
-    values = list(given.values()) if isinstance(given, dict) else list(given)
-    if not all(hasattr(v, "is_floating_point") and v.is_floating_point() for v in values):
-        return {"batches": [inputs]}
-    shapes = [("N", *v.shape[1:]) if v.dim() else () for v in values]
-    return {"shapes": dict(zip(given, shapes, strict=True)) if isinstance(given, dict) else shapes}
 
 
 def note_path(target: Path) -> Path:

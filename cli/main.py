@@ -60,7 +60,13 @@ AllowMissing = Annotated[
 ]
 Input = Annotated[
     list[str] | None,
-    typer.Option("--input", "-i", metavar="SHAPE", help="1x3x224x224, name=1x3xHxW or ids=1x16:int64 (repeatable)."),
+    typer.Option(
+        "--input", "-i", metavar="SHAPE", help="1x3x224x224, name=1x3xHxW or ids=1x16:int64:0..999 (repeatable)."
+    ),
+]
+InputFile = Annotated[
+    Path | None,
+    typer.Option("--input-file", metavar="PATH", readable=False, help="Real inputs: one batch, .npz or .npy."),
 ]
 Only = Annotated[
     list[str] | None, typer.Option("--only", metavar="PATTERN", help="Fold only norms whose name matches (repeatable).")
@@ -110,6 +116,7 @@ def export(
     file: Source,
     output: Output = None,
     input: Input = None,
+    input_file: InputFile = None,
     factory: Factory = None,
     factory_arg: FactoryArg = None,
     trust_pickle: TrustPickle = False,
@@ -148,7 +155,7 @@ def export(
         result = run_export(
             file,
             output,
-            example_inputs=_example_inputs(input),
+            example_inputs=_example_inputs(input, input_file),
             verify=not no_verify,
             factory=factory,
             factory_args=_factory_args(factory_arg),
@@ -180,6 +187,7 @@ def fold(
     file: Source,
     output: Output = None,
     input: Input = None,
+    input_file: InputFile = None,
     factory: Factory = None,
     factory_arg: FactoryArg = None,
     trust_pickle: TrustPickle = False,
@@ -218,7 +226,7 @@ def fold(
             keep_broken=keep_broken,
             require_all=require_all,
             reading=_reading(factory, factory_arg, trust_pickle, key, ema, allow_missing),
-            example_inputs=_example_inputs(input),
+            example_inputs=_example_inputs(input, input_file),
             tolerance=tolerance,
             force=force,
             in_place=in_place,
@@ -231,6 +239,7 @@ def fold(
 def inspect(
     file: Source,
     input: Input = None,
+    input_file: InputFile = None,
     factory: Factory = None,
     factory_arg: FactoryArg = None,
     trust_pickle: TrustPickle = False,
@@ -253,7 +262,7 @@ def inspect(
 
         _warn_of(trust_pickle, screen, file)
         reading = _reading(factory, factory_arg, trust_pickle, key, ema, allow_missing)
-        specs = _example_inputs(input)
+        specs = _example_inputs(input, input_file)
         screen.step(f"loading {file.name}")
         kind = recognise(file)
         if kind in ("torch", "safetensors", "sharded") and factory is None and not trust_pickle:
@@ -284,6 +293,7 @@ def verify(
         Path, typer.Argument(metavar="CANDIDATE", readable=False, help="What is judged: an .onnx or a checkpoint.")
     ],
     input: Input = None,
+    input_file: InputFile = None,
     factory: Factory = None,
     factory_arg: FactoryArg = None,
     trust_pickle: TrustPickle = False,
@@ -301,15 +311,17 @@ def verify(
 
     with Screen(json) as screen:
         from bnfold.errors import NotEquivalentError
+        from bnfold.exporter import verify_models
+        from bnfold.inputs import trials_on
         from bnfold.report import Report
-        from bnfold.verification import verify as run_verify
 
         _warn_of(trust_pickle, screen, reference, candidate)
-        shapes = _shapes(input)
+        given = _example_inputs(input, input_file)
         reading = _reading(factory, factory_arg, trust_pickle, key, ema, allow_missing)
         models = [_runnable(path, reading, screen.step) for path in (reference, candidate)]
         screen.step("verifying")
-        verdict = run_verify(*models, shapes=shapes, providers=_providers(provider), tolerance=tolerance)
+        trials = trials_on(given, models[0])
+        verdict = verify_models(*models, trials=trials, providers=_providers(provider), tolerance=tolerance)
         report = Report(verdict=verdict)
         if not verdict.passed:
             raise NotEquivalentError(f"{candidate} does not compute what {reference} computes", report)
@@ -349,20 +361,18 @@ def _factory_args(items: list[str] | None) -> dict[str, Any]:
     return parse_factory_args(items)
 
 
-def _example_inputs(texts: list[str] | None) -> Any:
-    """Input specs; tensors are made from them once the model is known."""
-    if not texts:
+def _example_inputs(texts: list[str] | None, file: Path | None) -> Any:
+    """Input specs or arrays; tensors are made from them once the model is known."""
+    if not texts and file is None:
         return None
-    from bnfold.inputs import parse_inputs
+    from bnfold.errors import UsageError
+    from bnfold.inputs import parse_inputs, read_arrays
 
-    return parse_inputs(texts)
-
-
-def _shapes(texts: list[str] | None) -> Any:
-    from bnfold.inputs import shapes_of
-
-    specs = _example_inputs(texts)
-    return None if specs is None else shapes_of(specs)
+    if file is None:
+        return parse_inputs(texts or ())
+    if texts:
+        raise UsageError("--input and --input-file say the same in two ways: pass one of them")
+    return read_arrays(file)
 
 
 def _providers(names: list[str] | None) -> tuple[str, ...]:
