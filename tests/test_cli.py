@@ -135,6 +135,9 @@ def made(tmp_path_factory):
     (folder / "noise.pt").write_bytes(np.random.default_rng(0).bytes(500))
     (folder / "text.pt").write_text("no model at all\n")
     (folder / "taken.onnx").write_text("something else")
+    rng = np.random.default_rng(2)
+    np.savez(folder / "x.npz", x=rng.normal(size=(3, 3, 8, 8)))
+    np.savez(folder / "wrong.npz", z=rng.normal(size=(3, 3, 8, 8)), y=rng.normal(size=3))
     (folder / "sub").mkdir()
     onnx.save(chain(), folder / "chain.onnx")
     onnx.save(chain(seed=1), folder / "other.onnx")
@@ -396,6 +399,28 @@ def test_verify_of_equal_models(folder):
     assert verdict.startswith("equivalent on onnxruntime CPU")
 
 
+REAL = {
+    "export": "export model.pt --factory cli_net:Net -o out.onnx",
+    "export-onnx": "export chain.onnx -o out.onnx",
+    "fold": "fold model.pt --factory cli_net:Net",
+    "fold-onnx": "fold chain.onnx",
+    "fold-to-program": "fold model.pt --factory cli_net:Net -o out.pt2",
+    "inspect": "inspect model.pt --factory cli_net:Net",
+    "verify": "verify chain.onnx chain.onnx",
+    "verify-checkpoint": "verify model.pt out.onnx --factory cli_net:Net",
+}
+
+
+@pytest.mark.parametrize("verb", REAL)
+def test_real_inputs(verb, folder):
+    if verb == "verify-checkpoint":
+        assert bnfold(f"export model.pt {NEEDS} -o out.onnx").code == 0
+    done = bnfold(f"{REAL[verb]} --input-file x.npz --json")
+    assert (done.code, done.err) == (0, "")
+    assert done.report.verdict is None if verb == "inspect" else done.report.verdict.passed
+    assert not any("given inputs only" in n for n in done.report.notes)
+
+
 def test_verify_of_different_models(folder):
     done = bnfold("verify chain.onnx other.onnx")
     assert done.code == 3
@@ -598,6 +623,10 @@ BAD = {
     "input-half-named": Bad("inspect model.pt --factory cli_net:Net -i 1 -i x=1", 2, ("all inputs or none",)),
     "input-name-unknown": Bad("export model.pt --factory cli_net:Net --input y=1x3x8x8", 2, ("'y'",)),
     "input-of-onnx": Bad("export chain.onnx -o out.onnx --input 1x4x8x8", 2, ("x: 1x4x8x8",)),
+    "inputs-said-twice": Bad(f"export model.pt {NEEDS} --input-file x.npz", 2, ("--input and --input-file",)),
+    "inputs-file-missing": Bad("fold chain.onnx --input-file none.npz", 6, ("none.npz: no such file",)),
+    "inputs-file-of-another-kind": Bad("inspect chain.onnx --input-file model.pt", 6, ("model.pt: holds",)),
+    "inputs-file-misnamed": Bad("verify chain.onnx other.onnx --input-file wrong.npz", 2, ("lacks x; it has z, y",)),
     "verify-input-name": Bad("verify chain.onnx other.onnx --input z=1x3x8x8", 2, ("no input is called z",)),
     "provider": Bad("verify chain.onnx chain.onnx --provider Abacus", 2, ("Abacus",)),
     "opset-of-onnx": Bad("export chain.onnx -o out.onnx --opset 20", 2, ("--opset", "an ONNX file already")),

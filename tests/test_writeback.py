@@ -249,6 +249,40 @@ def test_pickled_networks(name, tmp_path):
             assert same(stored["ema"].state_dict(), OTHER)
 
 
+PROGRAMS = {  # what is stored, how it is read, and what the notes say of it
+    "state-dict": ({"state_dict": prefixed("module.", WEIGHTS)}, Reading(Net), "weights taken from 'state_dict'"),
+    "pickled": (net(), Reading(trust_pickle=True), None),
+    "training": (net().train(), Reading(trust_pickle=True), "train mode"),
+}
+
+
+@pytest.mark.parametrize("kind", PROGRAMS)
+def test_the_ending_may_ask_for_a_program(kind, tmp_path):
+    """A program is a graph: what a module tree cannot say folds, and no note is needed."""
+    stored, reading, said = PROGRAMS[kind]
+    torch.save(stored, tmp_path / "a.pt")
+    target = tmp_path / "out.pt2"
+    report = fold_file(tmp_path / "a.pt", target, reading=reading, example_inputs=INPUTS)
+    assert report.verdict.passed
+    assert {k.norm for k in report.kept} == KEPT
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.pt", "out.pt2"]
+    assert said is None or any(said in n for n in report.notes)
+    program = torch.export.load(target)
+    assert_equivalent(program.module(), net())
+    assert program.module()(INPUTS[:1]).shape[0] == 1  # the batch is free
+    assert sum("batch_norm" in str(n.target) for n in program.graph.nodes) == len(KEPT)
+
+
+def test_a_program_keeps_what_a_tree_cannot_say(tmp_path):
+    torch.manual_seed(0)
+    original = Shared()
+    original(torch.randn(8, 3, 9, 8) * 2 + 1)
+    torch.save(original.eval().state_dict(), tmp_path / "a.pt")
+    report = fold_file(tmp_path / "a.pt", tmp_path / "b.pt2", reading=Reading(Shared), example_inputs=INPUTS)
+    assert not report.kept
+    assert_equivalent(torch.export.load(tmp_path / "b.pt2").module(), original)
+
+
 class Shared(nn.Module):
     """Branches that could merge, and a layer under two norms: a tree cannot say either."""
 
@@ -318,7 +352,10 @@ def test_integer_inputs(tmp_path):
     assert len(report.folded) == 1
 
 
-@pytest.mark.parametrize("what", ["factory", "script", "onnx-ending", "module-as-safetensors", "index-as-torch"])
+REFUSED = ["factory", "script", "script-as-program", "onnx-ending", "module-as-safetensors", "index-as-torch"]
+
+
+@pytest.mark.parametrize("what", REFUSED)
 def test_refusals(what, tmp_path):
     source, target, says = tmp_path / "a.pt", None, "pass --factory"
     torch.save(WEIGHTS, source)
@@ -326,6 +363,9 @@ def test_refusals(what, tmp_path):
     if what == "script":
         torch.jit.script(nn.ReLU()).save(source)
         says = "holds a torchscript, which is not written back: `bnfold export`"
+    elif what == "script-as-program":
+        torch.jit.script(nn.ReLU()).save(source)
+        target, says = tmp_path / "b.pt2", "is TorchScript, which torch.export does not take: `bnfold export`"
     elif what == "onnx-ending":
         reading, target, says = Reading(Net), tmp_path / "b.onnx", "`bnfold export` turns it into one"
     elif what == "module-as-safetensors":

@@ -24,8 +24,9 @@ import bnfold
 torch.set_num_threads(1)
 
 EXACT = 1e-11  # of the range: float64 rounding through a few layers is 1e-15
-# Each folded weight is off by half an ulp and the sums round anew: a few ulp of the range, more in a shorter type.
-LIMITS = {torch.float64: EXACT, torch.float32: 4e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+# The algebra is judged in float64. In the other types each weight is off by half an ulp and the sums round anew, in
+# an order that is the processor's own: what is judged there is that the type is right and the result is near.
+LIMITS = {torch.float64: EXACT, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 bn = nn.BatchNorm2d
