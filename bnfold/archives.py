@@ -65,7 +65,8 @@ def read_pickle(path: Path, trust_pickle: bool) -> Any:
     except Exception as error:
         raise damaged(path, error) from None
     try:
-        with importable(Path.cwd()):
+        with importable(Path.cwd()), warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
             return torch.load(path, map_location="cpu", weights_only=False)
     except (ImportError, AttributeError) as error:
         raise InvalidFileError(
@@ -76,11 +77,15 @@ def read_pickle(path: Path, trust_pickle: bool) -> Any:
 
 
 def _load_weights(source: Path | IO[bytes]) -> Any:
-    """What torch reads without running code. Its warning of pickle protocols is left out: it raises as well."""
+    """What torch reads without running code.
+
+    Its warnings are left out: what it says of pickle protocols it raises as well, and what it says of storages and
+    quantized tensors is about its own code.
+    """
     import torch
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)
+        warnings.simplefilter("ignore", UserWarning)
         return torch.load(source, map_location="cpu", weights_only=True)
 
 

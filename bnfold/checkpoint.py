@@ -10,7 +10,8 @@ import difflib
 import os
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,12 +93,16 @@ def load_detailed(path: str | os.PathLike[str], reading: Reading | None = None) 
         if reading.factory is not None:
             raise UsageError(f"{path}: a whole model ({kind}); leave out --factory, which serves files of weights only")
         return loaded
+    from .graphs.torch_trial import check_values, check_weights
+
     stored = _read_weights(path, kind, reading.trust_pickle)
     where, value, notes = _chosen(path, stored, reading)
     legacy = kind == "torch" and not zipfile.is_zipfile(path)
     origin = Origin(kind, stored, where, value, is_legacy=legacy, metadata=_metadata_of(path, kind))
     if not isinstance(value, Mapping):
         value, wrapper = _unwrap(value, notes)
+        with _found_in(path):
+            check_weights(value)
         if reading.factory is None:
             return Loaded(value, "module", tuple(notes), origin=replace(origin, weights=value, wrapper=wrapper))
         value = value.state_dict()
@@ -108,10 +113,23 @@ def load_detailed(path: str | os.PathLike[str], reading: Reading | None = None) 
             f"{path}: holds weights only ({len(keys)} tensors{under}, e.g. {keys[0]!r}); "
             "pass --factory package.module:callable that builds the network"
         )
-    network, name = build_network(reading.factory, reading.factory_args)
-    found = _fit(path, network, value, name, reading, notes)
+    with _found_in(path):
+        for name, tensor in value.items():
+            if _is_tensor(tensor):
+                check_values(name, tensor)
+    network, built = build_network(reading.factory, reading.factory_args)
+    found = _fit(path, network, value, built, reading, notes)
     origin = replace(origin, weights=value, prefix=found.text, keys=frozenset(found.keys))
     return Loaded(network, "state-dict", tuple(notes), origin=origin)
+
+
+@contextmanager
+def _found_in(path: Path) -> Iterator[None]:
+    """What is said of a network or a tensor that came from a file is said of the file."""
+    try:
+        yield
+    except UsageError as error:
+        raise InvalidFileError(f"{path}: {error}") from None
 
 
 # --- reading

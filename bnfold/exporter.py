@@ -110,7 +110,7 @@ def export(
 
         loaded = load_detailed(path, Reading(factory, factory_args or {}, trust_pickle, key, ema, allow_missing))
         source, notes, shapes = loaded.model, list(loaded.notes), loaded.shapes
-        if loaded.kind in ("state-dict", "torchscript"):
+        if loaded.kind == "state-dict":
             source.eval()  # its training flag is the factory's, not a fact about the checkpoint
     onnx = on_disk or is_onnx(source)
     if onnx or _is_program(source):
@@ -121,6 +121,12 @@ def export(
         listed = {"freeze_initializers": freeze_initializers, "respect_inputs": respect_inputs}
         return _from_onnx(path if on_disk else source, target, listed, selection, checks, providers)
     given = Example(None)
+    if _is_script(source) and any(m.training for m in source.modules()):
+        from .graphs.torch_graph import train_note
+        from .graphs.torch_trial import eval_copy
+
+        notes += train_note(source)
+        source = eval_copy(source)  # the older exporter writes a script as it stands
     if not _is_program(source):
         given = inputs_for(source, example_inputs, shapes)
         trials = trials_for(source, example_inputs, given.inputs)

@@ -11,9 +11,11 @@ from __future__ import annotations
 import ast
 import io
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 from .archives import cause_of, damaged, members_of, packed, unsafe
 from .contents import TensorInfo, read_pickled
@@ -78,7 +80,7 @@ def write_script(
     asked = [(free or {}).get(a) or (free or {}).get(str(k)) or {} for k, a in enumerate(arguments)]
     axes = {n: {0: "batch", **dims} for n, x, dims in zip(names, inputs, asked, strict=False) if x.dim()}
     try:
-        with quiet(), TemporaryDirectory() as folder:
+        with quiet(), _no_graph_printed(), TemporaryDirectory() as folder:
             written = Path(folder) / "script.onnx"
             torch.onnx.export(
                 script, inputs, written, dynamo=False, opset_version=opset, input_names=names,
@@ -89,6 +91,15 @@ def write_script(
             return onnx.load(written)
     except Exception as error:
         raise InvalidFileError(f"torch.onnx cannot write this script: {cause_of(error)}") from error
+
+
+@contextmanager
+def _no_graph_printed() -> Iterator[None]:
+    """Where it fails the exporter prints the whole graph to stdout, and turns on the switch that should prevent it."""
+    import torch
+
+    with patch.object(torch._C, "_jit_onnx_log", lambda *_: None, create=True):
+        yield
 
 
 def _traced_shapes(members: Mapping[str, bytes]) -> tuple[tuple[int, ...], ...] | None:

@@ -5,6 +5,7 @@ import os
 import pickle
 import subprocess
 import sys
+import warnings
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from checkpoints import WEIGHTS, Net, exported, net, old, older, refusal, saved,
 from onnx import TensorProto, helper
 from safetensors.torch import save_file
 from torch import nn
+from torch.ao.nn import quantized
 
 from bnfold.checkpoint import Reading, load, load_detailed
 from bnfold.errors import BnfoldError, InvalidFileError, UsageError
@@ -288,6 +290,18 @@ def renamed(old_name: str, new_name: str) -> dict[str, Any]:
     return {k.replace(old_name, new_name): v for k, v in WEIGHTS.items()}
 
 
+def packed_int8(tensor: torch.Tensor) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch means to drop these tensors; files hold them
+        return torch.quantize_per_tensor(tensor, 0.1, 0, torch.qint8)
+
+
+def holding(buffer: torch.Tensor) -> nn.Module:
+    network = net()
+    network.register_buffer("table", buffer)
+    return network
+
+
 def failing(**_: Any) -> nn.Module:
     raise ValueError("no such size\nsecond line")
 
@@ -375,6 +389,25 @@ BAD = {
         saved(net()), ("asks for", "Net", "torch.nn.modules.conv.Conv2d", "and 1 more", "--trust-pickle")
     ),
     "older-module-untrusted": Bad(old({"model": net()}), ("asks for", "Conv2d", "--trust-pickle")),
+    "on-meta": Bad(saved(net().to("meta").state_dict()), ("conv.weight is on the meta device",), options=NEEDS),
+    "module-on-meta": Bad(
+        saved(net().to("meta")), ("conv.weight is on the meta device",), options={"trust_pickle": True}
+    ),
+    "quantized": Bad(
+        saved({**WEIGHTS, "conv.weight": packed_int8(WEIGHTS["conv.weight"])}),
+        ("conv.weight is quantized (qint8)", "fold the float network"),
+        options=NEEDS,
+    ),
+    "module-quantized": Bad(
+        saved(nn.Sequential(net(), quantized.Linear(3, 3))),
+        ("1 (Linear) is quantized (torch.ao.nn.quantized", "fold the float network"),
+        options={"trust_pickle": True},
+    ),
+    "module-with-quantized-buffer": Bad(
+        saved(holding(packed_int8(torch.ones(2, 2)))),
+        ("table is quantized (qint8)",),
+        options={"trust_pickle": True},
+    ),
     "protocol-4-weights": Bad(saved(WEIGHTS, pickle_protocol=4), ("more than torch reads", "Unsupported operand")),
     "protocol-4-untrusted": Bad(saved(net(), pickle_protocol=4), ("Net", "Conv2d", "--trust-pickle")),
     "factory-fails": Bad(
@@ -398,6 +431,13 @@ def test_refuses(name, tmp_path):
     message = refusal(file, case.error, **case.options)
     for fragment in case.says:
         assert fragment in message
+
+
+def test_torch_says_nothing_of_its_own_while_it_reads(tmp_path):
+    (tmp_path / "net.pt").write_bytes(BAD["quantized"].data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        refusal(tmp_path / "net.pt", InvalidFileError, **NEEDS)
 
 
 def test_refuses_what_is_no_file(tmp_path):

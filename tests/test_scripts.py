@@ -88,12 +88,16 @@ def test_options(tmp_path):
 
 def test_a_script_left_in_training_mode(tmp_path):
     path = stored("scripted", tmp_path, net().train())
-    done = bnfold.export(path, tmp_path / "out.onnx", example_inputs=INPUTS)
-    assert not done.report.kept
-    assert done.verdict.passed
+    script = torch.jit.load(path)
+    for source in (path, script):
+        done = bnfold.export(source, tmp_path / "out.onnx", example_inputs=INPUTS, force=True)
+        assert not done.report.kept
+        assert done.verdict.passed
+        assert any("train mode" in note for note in done.report.notes)
+    assert script.training
 
 
-def test_what_the_exporter_cannot_write(tmp_path):
+def test_what_the_exporter_cannot_write(capfd):
     class Odd(nn.Module):
         def forward(self, x):
             return torch.linalg.eigvals(x)
@@ -101,6 +105,7 @@ def test_what_the_exporter_cannot_write(tmp_path):
     script = torch.jit.script(Odd())
     with pytest.raises(InvalidFileError, match=r"torch\.onnx cannot write this script"):
         write_script(script, torch.randn(2, 2))
+    assert capfd.readouterr() == ("", "")  # it would print the whole graph
 
 
 def test_a_factory_for_a_script(tmp_path):

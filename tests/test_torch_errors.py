@@ -61,6 +61,12 @@ def test_inputs_that_do_not_fit(build, inputs, said):
     assert before is None or snapshot(module) == before
 
 
+def test_a_module_on_the_meta_device():
+    with pytest.raises(UsageError, match=r"conv\.weight is on the meta device, a shape without values") as caught:
+        bnfold.fold(block().to("meta"), image()())
+    said_of(caught)
+
+
 @pytest.mark.parametrize(
     ("model", "said"),
     [

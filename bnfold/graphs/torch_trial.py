@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +25,9 @@ from ..errors import UsageError
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
+# Where torch keeps the modules that compute on packed integers; those that only imitate it (qat) hold floats.
+_QUANTIZED = re.compile(r"torch\.(ao\.)?nn\.(intrinsic\.)?quantized\b")
+
 # Of a value, and of its output's range: above the rounding of the type, below a norm left out.
 _GROSS = {torch.float64: (1e-7, 1e-9), torch.float16: (0.1, 2e-2), torch.bfloat16: (0.1, 2e-2)}
 _GROSS_SINGLE = (1e-2, 1e-4)
@@ -34,9 +38,9 @@ def eval_copy(module: nn.Module, *, share_parameters: bool = False) -> nn.Module
 
     `share_parameters` copies everything else, for a run that may change buffers and attributes.
 
-    Raises UsageError for a lazy module that has not seen a batch yet: it has no weights to fold.
+    Raises UsageError for a module without weights that could be folded (`check_weights`).
     """
-    _check_materialised(module)
+    check_weights(module)
     shared: dict[int, Any] = {id(p): p for p in module.parameters()} if share_parameters else {}
     try:
         return copy.deepcopy(module, shared | detached(module)).eval()
@@ -70,12 +74,27 @@ def first_sample(inputs: Inputs) -> Inputs:
     return pytree.tree_map(lambda t: t[:1] if isinstance(t, torch.Tensor) and t.dim() > 0 else t, inputs)
 
 
-def _check_materialised(module: nn.Module) -> None:
+def check_weights(module: nn.Module) -> None:
+    """Raise UsageError where there are no weights to fold: lazy, on the meta device, or quantized."""
     for name, m in module.named_modules():
-        tensors = (*m._parameters.values(), *m._buffers.values())
-        if isinstance(m, LazyModuleMixin) and any(t is not None and is_lazy(t) for t in tensors):
-            kind = type(m).__name__
-            raise UsageError(f"{name or kind} ({kind}) has no weights yet: run a batch through it first")
+        kind = type(m).__name__
+        where = f"{name} ({kind})" if name else kind
+        if _QUANTIZED.match(type(m).__module__):  # its tensors are packed out of reach
+            raise UsageError(f"{where} is quantized ({type(m).__module__}): fold the float network, then quantize that")
+        tensors = {k: t for k, t in (*m._parameters.items(), *m._buffers.items()) if t is not None}
+        if isinstance(m, LazyModuleMixin) and any(is_lazy(t) for t in tensors.values()):
+            raise UsageError(f"{where} has no weights yet: run a batch through it first")
+        for key, tensor in tensors.items():
+            check_values(f"{name}.{key}" if name else key, tensor)
+
+
+def check_values(name: str, tensor: torch.Tensor) -> None:
+    """Raise UsageError for a tensor on the meta device, which holds no values, and for a quantized one."""
+    if tensor.is_meta:
+        raise UsageError(f"{name} is on the meta device, a shape without values: load its weights, then save it")
+    if tensor.is_quantized:
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise UsageError(f"{name} is quantized ({kind}): fold the float network, then quantize that")
 
 
 def outputs_of(module: nn.Module, inputs: Inputs) -> Any:
