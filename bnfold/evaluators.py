@@ -10,21 +10,19 @@ import copy
 import ctypes
 import dataclasses
 import os
-import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import InvalidFileError, UsageError
+from .errors import UsageError
+from .sessions import CPU, first_line, start
 
-CPU = "CPUExecutionProvider"
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES: dict[str, np.dtype[Any]] = {  # ONNX's words, then those that ONNX, torch and numpy have in common
     "float": np.dtype(np.float32),
@@ -68,6 +66,11 @@ class Evaluator(Protocol):
         """The type of floating-point inputs where nothing says more."""
         ...
 
+    @property
+    def note(self) -> str:
+        """Where it does not compute as the model says, how it does."""
+        ...
+
     def run(self, batch: Batch) -> Outputs:
         """The tensors among the outputs, named, in order. Raises whatever the library raises."""
         ...
@@ -106,27 +109,31 @@ def is_float(dtype: np.dtype[Any]) -> bool:
     return dtype.kind in "fc" or dtype == BFLOAT16
 
 
-def first_line(error: BaseException) -> str:
-    """What an exception says, in one line."""
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ", "", line)[:300]
-
-
 # --- onnxruntime ------------------------------------------------------------------------------------------------------
 
 
 class OnnxEvaluator:
     """An ONNX model on one onnxruntime provider, graph optimizations off: the file is judged, not what they make of it.
 
-    On CUDA, TF32 is off too, whose products are good to 1e-3 only. Overridable initializers are no inputs.
+    On CUDA, TF32 is off too, whose products are good to 1e-3 only. Overridable initializers are no inputs. What is
+    bfloat16, on a provider that lacks a kernel for it, is computed in float32; inputs and outputs are still bfloat16.
     """
 
     float_type = DTYPES["float32"]
+    note = ""
 
     def __init__(self, model: Any, role: str, provider: str = CPU, watch: Sequence[str] = ()) -> None:
-        self._role, self._session = role, _session(model, role, provider, watch)
+        self._role = role
+        started = start(model, role, provider, watch)
+        self._session, self._narrow = started.session, started.narrow or ()
+        if started.narrow is not None:
+            self.note = f"{provider} lacks kernels for bfloat16: the {role} computed in float32"
         self.inputs = tuple(
-            InputSpec(i.name, DTYPES.get(i.type[len("tensor(") : -1]), tuple(_dim(d) for d in i.shape))
+            InputSpec(
+                i.name,
+                BFLOAT16 if i.name in self._narrow else DTYPES.get(i.type[len("tensor(") : -1]),
+                tuple(_dim(d) for d in i.shape),
+            )
             for i in self._session.get_inputs()
         )
 
@@ -138,12 +145,14 @@ class OnnxEvaluator:
         """Run the session; arrays of another float or integer type are converted to the declared one."""
         values = _bind(batch, self.inputs, self._role)
         feeds = {spec.name: _typed(v, spec.dtype) for spec, v in zip(self.inputs, values, strict=True)}
+        feeds = {n: np.float32(v) if n in self._narrow else v for n, v in feeds.items()}
         declared = self._session.get_outputs()
         if any("bfloat16" in x.type for x in (*self._session.get_inputs(), *declared)):
             results = self._run_values(feeds)
         else:
             results = self._session.run(None, feeds)
-        return [x for d, r in zip(declared, results, strict=True) for x in _flat(d.name, r)]
+        outputs = [(d.name, x) for d, r in zip(declared, results, strict=True) for x in _flat(d.name, r)]
+        return [(n, a.astype(BFLOAT16) if d in self._narrow else a) for d, (n, a) in outputs]
 
     def _run_values(self, feeds: dict[str, Any]) -> list[Any]:
         """Run by OrtValue, the only way in and out for bfloat16."""
@@ -157,87 +166,6 @@ class OnnxEvaluator:
             for n, v in feeds.items()
         }
         return [_read_value(v) for v in self._session.run_with_ort_values(None, values)]
-
-
-def check_providers(providers: Sequence[str]) -> None:
-    """Raise UsageError unless this onnxruntime has every provider."""
-    import onnxruntime
-
-    if isinstance(providers, str) or not providers:
-        raise UsageError(f"providers: expected a sequence of names such as ({CPU!r},), got {providers!r}")
-    available = onnxruntime.get_available_providers()
-    if absent := [p for p in providers if p not in available]:
-        raise UsageError(
-            f"this onnxruntime has no provider {', '.join(absent)}; available: {', '.join(available)} "
-            "(for CUDA, install onnxruntime-gpu in place of onnxruntime)"
-        )
-
-
-def _session(model: Any, role: str, provider: str, watch: Sequence[str]) -> Any:
-    import onnxruntime as ort
-
-    name = f"{role} {os.fspath(model)}" if isinstance(model, str | os.PathLike) else role
-    source, folder = _source(model, name, watch)
-    options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level = 4
-    if folder:
-        options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
-    settings = {"use_tf32": "0"} if provider == "CUDAExecutionProvider" else {}
-    try:
-        session = ort.InferenceSession(source, options, providers=[(provider, settings)])
-    except Exception as e:
-        if type(e).__name__ == "NotImplemented":
-            raise UsageError(f"{name}: {provider} cannot run it: {first_line(e)}; choose another provider") from e
-        raise InvalidFileError(f"{name}: onnxruntime cannot load it: {first_line(e)}") from e
-    if provider not in session.get_providers():
-        raise UsageError(f"{provider} is installed but does not start; check the driver, CUDA and cuDNN")
-    return session
-
-
-def _source(model: Any, name: str, watch: Sequence[str]) -> tuple[str | bytes, str]:
-    """What onnxruntime is to load, and the folder of its external data where that is not beside a path.
-
-    A BatchNormalization with empty names at the end of its outputs ends the process in onnxruntime 1.32, at every
-    optimization level unless it happens to be fused. Without those names it means the same.
-    """
-    import onnx
-
-    path = Path(model) if isinstance(model, str | os.PathLike) else None
-    try:
-        if path is not None:
-            proto: Any = onnx.load(path, load_external_data=False)
-        else:
-            proto = onnx.load_from_string(model) if isinstance(model, bytes) else model
-        if watch or any(_trailing(n) for n in _norms(proto)):
-            proto = copy.deepcopy(proto)
-            proto.graph.output.extend(onnx.ValueInfoProto(name=n) for n in watch)
-            for node in _norms(proto):
-                del node.output[len(node.output) - _trailing(node) :]
-            return proto.SerializeToString(), "" if path is None else str(path.absolute().parent)
-        if path is not None:
-            return str(path), ""
-        return model if isinstance(model, bytes) else proto.SerializeToString(), ""
-    except FileNotFoundError as e:
-        raise InvalidFileError(f"{name}: no such file") from e
-    except Exception as e:
-        hint = " (above 2 GB, save it with external data and pass its path)" if path is None else ""
-        raise InvalidFileError(f"{name}: cannot be read as an ONNX model: {first_line(e)}{hint}") from e
-
-
-def _norms(proto: Any) -> Iterator[Any]:
-    """Every BatchNormalization, in the graph, its subgraphs and the model's functions."""
-    pending = [proto.graph.node, *(f.node for f in proto.functions)]
-    while pending:
-        for node in pending.pop():
-            if node.op_type == "BatchNormalization":
-                yield node
-            pending += [g.node for a in node.attribute for g in (a.g, *a.graphs) if g.node]
-
-
-def _trailing(node: Any) -> int:
-    """How many output names at the end are empty."""
-    return len(node.output) - max((i + 1 for i, o in enumerate(node.output) if o), default=0)
 
 
 def _dim(d: Any) -> Dim:
@@ -269,6 +197,7 @@ class ModuleEvaluator:
     """A copy of an nn.Module in evaluation mode, without gradients; torch's random state is left as it was."""
 
     inputs = None
+    note = ""
 
     def __init__(self, module: Any, role: str, float64: bool = False) -> None:
         self._role, self._float64 = role, float64
@@ -290,6 +219,8 @@ class ModuleEvaluator:
 
 class ProgramEvaluator:
     """A copy of an ExportedProgram's graph module. Arguments that are no tensors keep the values of the export."""
+
+    note = ""
 
     def __init__(self, program: Any, role: str, float64: bool = False) -> None:
         self._program, self._role, self._float64 = program, role, float64

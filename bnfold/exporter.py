@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def export(
             `allow_missing` are those of `bnfold.load`.
         verify: Compare the file with the source in onnxruntime before it appears at its path.
         static: Pin all dimensions; otherwise dimension 0 stays free where the model allows it.
-        opset: ONNX opset version; torch's default when left out.
+        opset: ONNX opset version. Left out, it is torch's default, or 22 for a network that holds bfloat16.
         require_all: Raise RemainingNormsError (nothing is written) when a normalization stays.
         progress: Called with the name of each step as it begins.
 
@@ -275,8 +276,9 @@ def _to_onnx(
     program, added = graph.apply(planning)
     report = planning.report.with_(bytes_added=added)
     step("writing ONNX with torch.onnx")
-    model = _exported(program, form)
-    report = report.with_(notes=(*report.notes, *_name_sizes(model, {} if form.static else given.free)))
+    opset, why = _opset(form, program.state_dict.values(), program.constants.values())
+    model = _exported(program, form, opset)
+    report = report.with_(notes=(*report.notes, *why, *_name_sizes(model, {} if form.static else given.free)))
     if late := _late(report, model):
         step("folding what is left in ONNX")
         rest = fold(model, only=[glob.escape(n) for n in late], keep_broken=True)
@@ -295,14 +297,15 @@ def _script_to_onnx(
     from .scripts import write_script
 
     step("writing ONNX with torch.onnx")
+    opset, why = _opset(form, source.parameters(), source.buffers())
     model = write_script(
-        source, given.inputs, free=given.free, static=form.static, opset=form.opset, input_names=form.input_names,
+        source, given.inputs, free=given.free, static=form.static, opset=opset, input_names=form.input_names,
         output_names=form.output_names,
     )  # fmt: skip
     _check_asked(model, form)
     step("folding")
     folded = fold(model, **selection)
-    return folded.model, folded.report
+    return folded.model, folded.report.with_(notes=(*why, *folded.report.notes))
 
 
 def _late(report: Report, model: Any) -> dict[str, str]:
@@ -318,7 +321,14 @@ def _late(report: Report, model: Any) -> dict[str, str]:
     return {n.norm: n.module for n in norms if n.module in open_ones and calls[n.module] == 1}
 
 
-def _exported(program: Any, form: _Form) -> Any:
+def _opset(form: _Form, *tensors: Iterable[Any]) -> tuple[int | None, tuple[str, ...]]:
+    """The opset to write (None: torch's default), and a line where it is not what one would expect."""
+    if form.opset is not None or not any(str(getattr(t, "dtype", "")) == "torch.bfloat16" for t in chain(*tensors)):
+        return form.opset, ()
+    return 22, ("written as opset 22, the first in which ONNX convolves bfloat16",)
+
+
+def _exported(program: Any, form: _Form, opset: int | None) -> Any:
     import torch
 
     from .graphs.torch_capture import quiet
@@ -333,7 +343,7 @@ def _exported(program: Any, form: _Form) -> Any:
                 dynamo=True,
                 optimize=False,  # its own folding works in float32 and would hide what was there
                 verbose=False,
-                opset_version=form.opset,
+                opset_version=opset,
                 input_names=list(form.input_names) if form.input_names else None,
                 output_names=list(form.output_names) if form.output_names else None,
             )

@@ -14,9 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import BnfoldError, UsageError
-from .evaluators import DTYPES, Array, Batch, Dim, Evaluator, InputSpec, Outputs, first_line, is_float
+from .evaluators import DTYPES, Array, Batch, Dim, Evaluator, InputSpec, Outputs, is_float
 from .inputs import BELOW
 from .inputs import InputSpec as Wanted
+from .sessions import first_line
 
 SIZES = (64, 32, 224, 96, 128, 512)  # for the dims that a model leaves open, until it runs
 BATCH = 2

@@ -29,14 +29,11 @@ from numpy.typing import NDArray
 
 from .errors import BnfoldError, UsageError
 from .evaluators import (
-    CPU,
     Array,
     Batch,
     Evaluator,
     Outputs,
-    check_providers,
     evaluator,
-    first_line,
     is_float,
     is_onnx,
 )
@@ -50,6 +47,7 @@ from .saturation import (
     saturated_outputs,
     undone,
 )
+from .sessions import CPU, check_providers, first_line
 
 TOLERANCES = {  # of the range; float32 stands between noise (4e-5) and a 1 % fault (7e-3), the others by their epsilon
     "float64": 1e-9,
@@ -118,7 +116,7 @@ def verify(
     seeds = tuple(seeds if seeds is not None else SEEDS if batches is None else ())
     judge = _Float64(original)
     worst: list[OutputCheck] = []
-    notes: dict[str, None] = {}
+    notes: dict[str, None] = {e.note: None for e in (original, *candidates)}
     runs = itertools.chain(
         () if batches is None else given_runs(original, batches),
         _made_runs(original, candidates[0], shapes, seeds, None if batches is None else notes),
