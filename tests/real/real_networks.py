@@ -1,7 +1,8 @@
 """Networks of published checkpoints that come without their code, written from the papers and the keys in the files.
 
 ResNets for CIFAR-10 (He et al., 2015, section 4.2, option A: shortcuts without parameters) and LPRNet (Zherzdev and
-Gruzdev, 2018), which pools over channels as well as over space.
+Gruzdev, 2018), which pools over channels as well as over space; the ultra-light face detectors, whose ONNX files show
+what their layers are.
 """
 
 from __future__ import annotations
@@ -87,3 +88,89 @@ class LprNet(nn.Module):
                 value = F.avg_pool2d(value, *pool)
             joined.append(value / value.pow(2).mean())
         return self.container(torch.cat(joined, 1)).mean(2)
+
+
+def convolved(inputs: int, outputs: int, side: int = 3, relu: bool = True, **options) -> nn.Sequential:
+    """A convolution and its norm under the names that RFB's checkpoints use."""
+    block = nn.Sequential()
+    block.add_module("conv", nn.Conv2d(inputs, outputs, side, bias=False, **options))
+    block.add_module("bn", nn.BatchNorm2d(outputs))
+    if relu:
+        block.add_module("relu", nn.ReLU())
+    return block
+
+
+class ReceptiveFields(nn.Module):
+    """RFB (Liu et al., 2018): branches whose dilations differ, joined, beside a shortcut."""
+
+    def __init__(self, channels: int = 64, narrow: int = 8):
+        super().__init__()
+
+        def branch(middle: tuple[int, ...], dilation: int) -> nn.Sequential:
+            layers = [convolved(channels, narrow, 1, relu=False)]
+            layers += [convolved(i, o, padding=1) for i, o in zip((narrow, *middle), middle, strict=False)]
+            layers += [convolved(middle[-1], 16, padding=dilation, dilation=dilation, relu=False)]
+            return nn.Sequential(*layers)
+
+        self.branch0, self.branch1, self.branch2 = branch((16,), 2), branch((16,), 3), branch((12, 16), 5)
+        self.ConvLinear = convolved(48, channels, 1, relu=False)
+        self.shortcut = convolved(channels, channels, 1, relu=False)
+
+    def forward(self, x):
+        joined = torch.cat([self.branch0(x), self.branch1(x), self.branch2(x)], 1)
+        return F.relu(self.ConvLinear(joined) + self.shortcut(x))
+
+
+def apart(inputs: int, outputs: int, stride: int = 1) -> nn.Sequential:
+    """A convolution taken apart into depthwise and 1x1, without norms."""
+    return nn.Sequential(
+        nn.Conv2d(inputs, inputs, 3, stride, 1, groups=inputs), nn.ReLU(), nn.Conv2d(inputs, outputs, 1)
+    )
+
+
+class UltraLightFaces(nn.Module):
+    """Linzaer's face detector, slim or with receptive fields: a MobileNet read at four strides.
+
+    Returns the scores of 4420 boxes of a 320 x 240 picture and where they lie relative to their anchors.
+    """
+
+    STAGES = (8, 11, 13)  # layers after which the picture is read
+
+    def __init__(self, fields: bool):
+        super().__init__()
+        widths = ((16, 32, 1), (32, 32, 2), (32, 32, 1), (32, 64, 2), (64, 64, 1), (64, 64, 1), (64, 64, 1),
+                  (64, 128, 2), (128, 128, 1), (128, 128, 1), (128, 256, 2), (256, 256, 1))  # fmt: skip
+        layers: list[nn.Module] = [self.normed(3, 16, 3, 2)]
+        for inputs, outputs, stride in widths:
+            depthwise = self.normed(inputs, inputs, 3, stride, groups=inputs)
+            layers.append(nn.Sequential(*depthwise, *self.normed(inputs, outputs, 1, 1)))
+        if fields:
+            layers[7] = ReceptiveFields()
+        self.base_net = nn.Sequential(*layers)
+        self.extras = nn.ModuleList([nn.Sequential(nn.Conv2d(256, 64, 1), nn.ReLU(), apart(64, 256, 2), nn.ReLU())])
+        self.classification_headers, self.regression_headers = self.headers(2), self.headers(4)
+
+    @staticmethod
+    def normed(inputs: int, outputs: int, side: int, stride: int, **options) -> nn.Sequential:
+        convolution = nn.Conv2d(inputs, outputs, side, stride, side // 2, bias=False, **options)
+        return nn.Sequential(convolution, nn.BatchNorm2d(outputs), nn.ReLU())
+
+    @staticmethod
+    def headers(values: int) -> nn.ModuleList:
+        last = nn.Conv2d(256, 3 * values, 3, padding=1)
+        return nn.ModuleList([apart(64, 3 * values), apart(128, 2 * values), apart(256, 2 * values), last])
+
+    def forward(self, x):
+        read = []
+        for k, layer in enumerate(self.base_net, start=1):
+            x = layer(x)
+            if k in self.STAGES:
+                read.append(x)
+        read.append(self.extras[0](x))
+        scores = [self.flat(h(v), 2) for h, v in zip(self.classification_headers, read, strict=True)]
+        places = [self.flat(h(v), 4) for h, v in zip(self.regression_headers, read, strict=True)]
+        return torch.cat(scores, 1).softmax(2), torch.cat(places, 1)
+
+    @staticmethod
+    def flat(x: torch.Tensor, values: int) -> torch.Tensor:
+        return x.permute(0, 2, 3, 1).reshape(x.shape[0], -1, values)

@@ -12,11 +12,13 @@ import sys
 import types
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 import torch
 from onnx_models import changes_only_what_is_reported
-from real_networks import CifarResNet, LprNet
+from onnxruntime import InferenceSession
+from real_networks import CifarResNet, LprNet, UltraLightFaces
 from torch import nn
 
 import bnfold
@@ -107,6 +109,25 @@ def test_ultra_light_face_detectors(git: Path, tmp_path: Path, name: str, norms:
     source = git / ULTRA_LIGHT / name
     assert left_in(source) == norms
     check(bnfold.export(source, tmp_path / "out.onnx"), norms, 0)
+
+
+@pytest.mark.parametrize(("name", "fields", "norms"), [("RFB", True, 35), ("slim", False, 25)])
+def test_ultra_light_face_detectors_from_their_weights(git: Path, tmp_path: Path, name: str, fields: bool, norms: int):
+    """The scores are those of the ONNX file that the authors made of the same weights."""
+    source = git / ULTRA_LIGHT / f"version-{name}-320.pth"
+    picture = torch.rand(2, 3, 240, 320) * 2 - 1
+    exported = bnfold.export(
+        source, tmp_path / "out.onnx", factory=lambda: UltraLightFaces(fields), example_inputs=picture
+    )
+    check(exported, norms, 0)
+    ours, theirs = (
+        InferenceSession(path, providers=["CPUExecutionProvider"])
+        for path in (exported.path, source.with_suffix(".onnx"))
+    )
+    scores = ours.run(None, {ours.get_inputs()[0].name: picture.numpy()})[0]
+    for k in range(2):
+        theirs_of_one = theirs.run(["scores"], {"input": picture[k : k + 1].numpy()})[0]
+        np.testing.assert_allclose(scores[k : k + 1], theirs_of_one, atol=1e-5)
 
 
 @pytest.mark.parametrize(("name", "n", "norms"), [("resnet20-12fca82f.th", 3, 19), ("resnet56-4bfd9763.th", 9, 55)])
