@@ -106,6 +106,11 @@ def load_detailed(path: str | os.PathLike[str], reading: Reading | None = None) 
         if reading.factory is None:
             return Loaded(value, "module", tuple(notes), origin=replace(origin, weights=value, wrapper=wrapper))
         value = value.state_dict()
+    with _found_in(path):
+        for name, entry in value.items():
+            for tensor in entry if isinstance(entry, tuple) else (entry,):  # quantized layers pack weight and bias
+                if _is_tensor(tensor):
+                    check_values(name, tensor)
     if reading.factory is None:
         keys = [k for k, v in value.items() if _is_tensor(v)]
         under = f" under {'.'.join(where)!r}" if where else ""
@@ -113,10 +118,6 @@ def load_detailed(path: str | os.PathLike[str], reading: Reading | None = None) 
             f"{path}: holds weights only ({len(keys)} tensors{under}, e.g. {keys[0]!r}); "
             "pass --factory package.module:callable that builds the network"
         )
-    with _found_in(path):
-        for name, tensor in value.items():
-            if _is_tensor(tensor):
-                check_values(name, tensor)
     network, built = build_network(reading.factory, reading.factory_args)
     found = _fit(path, network, value, built, reading, notes)
     origin = replace(origin, weights=value, prefix=found.text, keys=frozenset(found.keys))

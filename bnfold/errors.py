@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 AGAIN = "copy or download it again"
+FLOAT_FIRST = "fold the float network, then quantize that"
 
 
 class BnfoldError(Exception):

@@ -6,13 +6,14 @@ import glob
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from .errors import InvalidFileError, NotEquivalentError, RemainingNormsError, UsageError
+from .errors import CaptureError, InvalidFileError, NotEquivalentError, RemainingNormsError, UsageError
 from .files import check_output, default_output, staged
 from .graphs.port import is_onnx, is_path
 from .inputs import Example, Free, Trials, inputs_for, is_specs, trials_for, trials_on
@@ -135,7 +136,8 @@ def export(
             checks["trials"] = trials
     write = _script_to_onnx if _is_script(source) else _to_onnx
     form = _Form(static, opset, input_names, output_names)
-    candidate, report = write(source, given, selection, form, step)
+    with _found_in(path):
+        candidate, report = write(source, given, selection, form, step)
     report = report.with_(notes=(*notes, *given.notes, *report.notes))
     size = None if path is None else path.stat().st_size
     superseded = superseded_data(target)
@@ -239,6 +241,17 @@ def judged(
     if not verdict.passed:
         raise NotEquivalentError(_difference(target, verdict), report)
     return report
+
+
+@contextmanager
+def _found_in(path: Path | None) -> Iterator[None]:
+    """What is wrong with a network that came from a file is said of the file."""
+    try:
+        yield
+    except (InvalidFileError, CaptureError) as error:
+        if path is None:
+            raise
+        raise type(error)(f"{path}: {error}", error.report) from error
 
 
 def _target(path: Path | None, output: Any) -> Path:

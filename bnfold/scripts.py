@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,28 +20,32 @@ from unittest.mock import patch
 
 from .archives import cause_of, damaged, members_of, packed, unsafe
 from .contents import TensorInfo, read_pickled
-from .errors import InvalidFileError
+from .errors import FLOAT_FIRST, InvalidFileError
 from .inputs import Free, arguments_of
 
 LIBRARIES = {"aten", "prim", "prims", "quantized", "torchvision"}  # whose operators only compute
 FILES = {"save", "from_file", "read_file", "write_file"}  # but for these
+QUANTIZED = re.compile(rb"\bops\.quantized\.\w+")
 CLASSES = "torch.classes."  # objects of libraries written in C++
 
 
 def read_script(path: Path, trust_pickle: bool) -> tuple[Any, tuple[tuple[int, ...], ...] | None]:
     """A ScriptModule, and the shapes it was traced with if the archive has them.
 
-    Raises InvalidFileError when it is damaged or unsafe; `trust_pickle` skips the check.
+    Raises InvalidFileError when it is damaged, quantized or unsafe; `trust_pickle` skips the last of these checks.
     """
     import torch
 
     from .graphs.torch_trial import quiet
 
     members = members_of(path)
+    code = {n: d for n, d in members.items() if n.endswith(".py")}
     if not trust_pickle:
-        what = next(filter(None, (_reaches_out(n, d) for n, d in members.items() if n.endswith(".py"))), None)
+        what = next(filter(None, (_reaches_out(n, d) for n, d in code.items())), None)
         if what:
             raise unsafe(path, f"a script that {what}", "export the module it was made from")
+    if called := next(filter(None, map(QUANTIZED.search, code.values())), None):
+        raise InvalidFileError(f"{path}: is quantized ({called[0].decode()}): {FLOAT_FIRST}")
     shapes = _traced_shapes(members)
     copy = packed(members)  # torch gets this one, not the file: two zip readers can see different members in one file
     try:

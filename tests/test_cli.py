@@ -3,10 +3,8 @@
 import dataclasses
 import errno
 import io
-import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -20,6 +18,7 @@ import onnx
 import pytest
 import torch
 from bnfold.cli.main import run
+from command import Done, bnfold, contents, one_line
 from onnx import TensorProto, helper, numpy_helper
 
 from bnfold import exporter, files
@@ -47,28 +46,6 @@ def chatty():
 NEEDS = "--factory cli_net:Net --input 1x3x8x8"
 KEYS = ["schema", "norms", "folded", "kept", "affine", "findings", "statistics", "verdict", "files", "bytes_added",
         "notes", "contents"]  # fmt: skip
-
-
-class Done(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> dict:
-        """The whole of stdout as one object."""
-        return json.loads(self.out)
-
-    @property
-    def report(self) -> Report:
-        return Report.from_json(self.out)
-
-
-def bnfold(line: str) -> Done:
-    """Run a line as typed after `bnfold`, with both outputs caught, in this process."""
-    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err, pytest.raises(SystemExit) as end:
-        run(shlex.split(line))
-    return Done(int(end.value.code or 0), out.getvalue(), err.getvalue())
 
 
 def program(*args: str, **options) -> subprocess.CompletedProcess[str]:
@@ -154,25 +131,12 @@ def folder(made, tmp_path, monkeypatch):
     return tmp_path
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    found = {str(p.relative_to(folder)): p for p in folder.rglob("*") if "__pycache__" not in p.parts}
-    return {name: p.read_bytes() if p.is_file() else b"" for name, p in found.items()}
-
-
 def ops(path: Path | str) -> list[str]:
     return [n.op_type for n in onnx.load(path).graph.node]
 
 
 def dims(value: onnx.ValueInfoProto) -> list[int | str]:
     return [d.dim_param or d.dim_value for d in value.type.tensor_type.shape.dim]
-
-
-def one_line(done: Done) -> str:
-    """What stderr says: a single line of ours."""
-    assert done.err.startswith("bnfold: ")
-    assert done.err.endswith("\n")
-    assert done.err.count("\n") == 1, done.err
-    return done.err
 
 
 # --- export of a checkpoint

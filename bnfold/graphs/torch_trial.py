@@ -21,7 +21,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
-from ..errors import UsageError
+from ..errors import FLOAT_FIRST, UsageError
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -80,7 +80,7 @@ def check_weights(module: nn.Module) -> None:
         kind = type(m).__name__
         where = f"{name} ({kind})" if name else kind
         if _QUANTIZED.match(type(m).__module__):  # its tensors are packed out of reach
-            raise UsageError(f"{where} is quantized ({type(m).__module__}): fold the float network, then quantize that")
+            raise UsageError(f"{where} is quantized ({type(m).__module__}): {FLOAT_FIRST}")
         tensors = {k: t for k, t in (*m._parameters.items(), *m._buffers.items()) if t is not None}
         if isinstance(m, LazyModuleMixin) and any(is_lazy(t) for t in tensors.values()):
             raise UsageError(f"{where} has no weights yet: run a batch through it first")
@@ -94,7 +94,7 @@ def check_values(name: str, tensor: torch.Tensor) -> None:
         raise UsageError(f"{name} is on the meta device, a shape without values: load its weights, then save it")
     if tensor.is_quantized:
         kind = str(tensor.dtype).removeprefix("torch.")
-        raise UsageError(f"{name} is quantized ({kind}): fold the float network, then quantize that")
+        raise UsageError(f"{name} is quantized ({kind}): {FLOAT_FIRST}")
 
 
 def outputs_of(module: nn.Module, inputs: Inputs) -> Any:
