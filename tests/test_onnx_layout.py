@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from onnx_models import check, model, norm
 
+from bnfold.transform import plan
+
 
 def text(body, x="float[2,3,6,5] x", y="float[N,M,H,W] y"):
     return f"({x}) => ({y}) {{ {body} }}"
@@ -219,6 +221,39 @@ def test_slices_of_an_unknown_number_of_channels_stay():
     check(
         m, {"x": np.random.default_rng(0).standard_normal((2, 4, 3, 3)).astype(np.float32)}, kept={"n": "model-input"}
     )
+
+
+def test_slopes_that_are_computed():
+    """`c` as slopes of itself makes a square, which no scale passes."""
+    body = "c = Conv(x, w) p = PRelu(c, c) [n] y = BN(p, n)"
+    scales = norm("n", 4, s=np.full(4, 1.5), b=np.zeros(4), m=np.zeros(4))
+    check(model(text(body), w=(4, 3, 1, 1), **scales), kept={"n": "unsupported-op"})
+
+
+@pytest.mark.parametrize(
+    ("op", "opset", "stays"),
+    [
+        ("Dropout(c, half, yes)", 17, True),
+        ("Dropout(c, half, no)", 17, False),
+        ("Dropout(c, half, asked)", 17, True),
+        ("Dropout<is_test=0>(c)", 6, True),
+        ("Dropout<is_test=1>(c)", 6, False),
+        ("Dropout(c)", 7, False),
+    ],
+)
+def test_a_dropout_that_drops_is_not_passed(op, opset, stays):
+    """What is dropped is zero behind the norm as well as in front of it only where the norm does not shift."""
+    given = {"half": np.float32(0.5)} if "half" in op else {}
+    given |= {n: np.array(n == "yes") for n in ("yes", "no") if n in op}
+    m = model(
+        f"(float[2,3,5,6] x{', bool asked' * ('asked' in op)}) => (float[2,4,5,6] y) "
+        f"{{ c = Conv(x, w) d = {op} [n] y = BN{'<is_test=1>' * (opset < 7)}(d, n) }}",
+        opset=opset, w=(4, 3, 1, 1), n=4, **given,
+    )  # fmt: skip
+    report = plan(m)
+    assert [k.norm for k in report.kept] == ["n"] * stays
+    assert [f.norm for f in report.folded] == ["n"] * (not stays)
+    assert [str(k.reasons[0].reason) for k in report.kept] == ["unsupported-op"] * stays
 
 
 def test_integers_are_not_negated_in_floating_point():

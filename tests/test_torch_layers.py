@@ -303,6 +303,17 @@ def test_unbatched_inputs(case: Case):
             tensor(3, 4),
             "bn",
         ),
+        row(
+            "addmm-behind-a-norm",
+            lambda: Net(
+                lambda s, x: torch.addmm(s.b, s.bn(x), s.w, beta=0.5, alpha=2.0),
+                w=parameter(4, 8),
+                b=parameter(8),
+                bn=nn.BatchNorm1d(4),
+            ),
+            tensor(3, 4),
+            "bn",
+        ),
         # A matrix product has no bias to take a shift: an addition stays, half of what was there.
         row(
             "matmul",

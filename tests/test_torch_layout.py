@@ -158,6 +158,7 @@ PICK = torch.tensor([3, 1, 0])
     "case",
     [
         row("pixel-shuffle", behind(lambda x: F.pixel_shuffle(x, 2), 2), image(), "bn"),
+        row("counted-from-the-end", behind(lambda x: x.permute(0, -1, 1, 2).permute(0, -2, -1, 1), 8), image(), "bn"),
         row("pixel-shuffle-blocks-first", behind(to_space, 2), image(), "bn"),
         row("pixel-unshuffle", in_front(lambda x: F.pixel_unshuffle(x[:, :, :6], 2), 16), image(), "bn"),
         row(

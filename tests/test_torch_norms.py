@@ -434,6 +434,46 @@ def test_what_only_looks_like_a_norm(kind):
     assert report.norms == report.affine == ()
 
 
+ARITHMETIC = {  # of a convolution's result y and a constant for each of six channels
+    "add": lambda c, y: torch.add(y, c, alpha=-2.0),
+    "add-to-a-constant": lambda c, y: torch.add(c, y, alpha=-2.0),
+    "subtract": lambda c, y: torch.sub(y, c, alpha=3.0),
+    "subtract-from-a-constant": lambda c, y: torch.sub(c, y, alpha=3.0),
+    "subtract-from-a-number": lambda _, y: torch.rsub(y, 0.5, alpha=3.0),
+    "multiply": torch.mul,
+    "divide": lambda c, y: torch.div(y, c + 3),
+}
+
+
+def folded_program(forward, **more):
+    """An exported program, before and after, in float64: a module's tree cannot say that an operator is gone."""
+    case = Case("program", lambda: Net(forward, conv=conv(4, 6), bn=bn(6), **more), image(), dtype=torch.float64)
+    module, x = case.make().double(), in_double(case.given())
+    result = bnfold.fold(torch.export.export(module, (x,)))
+    compare(result.model.module()(x), run(module, x), EXACT)
+    return result
+
+
+@pytest.mark.parametrize("kind", ARITHMETIC)
+@pytest.mark.parametrize("norm", [False, True], ids=["alone", "and-a-norm"])
+def test_arithmetic_with_a_constant_folds(kind, norm):
+    constant = nn.Parameter(torch.linspace(-2, 2, 6).view(6, 1, 1))
+    result = folded_program(
+        lambda s, x: (s.bn if norm else nn.Identity())(ARITHMETIC[kind](s.c, s.conv(x))), c=constant
+    )
+    assert result.report.affine
+    assert not result.report.kept
+    called = [str(n.target) for n in result.model.graph.nodes if n.op == "call_function"]
+    assert called == ["aten.conv2d.default"]
+
+
+@pytest.mark.parametrize("rounding", ["floor", "trunc"])
+def test_a_rounded_quotient_is_no_map(rounding):
+    result = folded_program(lambda s, x: s.bn(torch.div(s.conv(x), 0.25, rounding_mode=rounding)))
+    assert not result.report.affine
+    assert [str(k.reasons[0].reason) for k in result.report.kept] == ["unsupported-op"]
+
+
 def _check_broken(case: Case):
     """There is no right output to compare with; the network must be left as it is."""
     module, inputs = case.make(), case.given()

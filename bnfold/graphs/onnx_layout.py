@@ -88,8 +88,6 @@ def homogeneous(n: Node) -> Records:
 
 def prelu(n: Node) -> Records:
     """Like leaky ReLU, with slopes that must not depend on the input."""
-    if n.constant(1) is None:
-        return n.opaque()
     slope, shape = n.constant(1), n.shape(n.value(0))
     keeps = slope is not None and shape is not None and len(slope.shape) <= len(shape)
     return _carry(n, _HOMOGENEOUS) if keeps else n.opaque()

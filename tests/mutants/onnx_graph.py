@@ -125,9 +125,8 @@ ONNX = [
     ),
     Mutant(
         "prelu-of-computed-slope", "graphs/onnx_layout.py",
-        "    if n.constant(1) is None:\n        return n.opaque()\n"
-        "    slope, shape = n.constant(1), n.shape(n.value(0))\n    keeps = slope is not None and",
-        "    slope, shape = n.constant(1), n.shape(n.value(0))\n    keeps = slope is None or",
+        "keeps = slope is not None and shape is not None and len(slope.shape) <= len(shape)",
+        "keeps = slope is None or (shape is not None and len(slope.shape) <= len(shape))",
     ),
     Mutant(
         "relu-takes-shift", "graphs/onnx_layout.py",

@@ -44,6 +44,7 @@ STAGES: dict[str, tuple[tuple[str, ...], ...]] = {
     "graphs/onnx_": (("test_onnx_*.py",), ("fuzz/test_onnx.py",)),
     "graphs/torch_": (
         ("test_torch_sharing.py", "test_torch_modules.py"),
+        ("test_torch_layers.py", "test_torch_layout.py", "test_torch_norms.py"),
         ("fuzz/test_torch.py",),
         ("test_torch_*.py",),
     ),
