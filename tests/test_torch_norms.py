@@ -467,6 +467,13 @@ def test_arithmetic_with_a_constant_folds(kind, norm):
     assert called == ["aten.conv2d.default"]
 
 
+@pytest.mark.parametrize("op", [torch.add, torch.sub])
+def test_a_sum_with_a_factor_is_no_sum(op):
+    """The branches would merge, were it one."""
+    result = folded_program(lambda s, x: s.bn(op(s.conv(x), s.other(x), alpha=2.0)), other=conv(4, 6))
+    assert [str(k.reasons[0].reason) for k in result.report.kept] == ["unsupported-op"]
+
+
 @pytest.mark.parametrize("rounding", ["floor", "trunc"])
 def test_a_rounded_quotient_is_no_map(rounding):
     result = folded_program(lambda s, x: s.bn(torch.div(s.conv(x), 0.25, rounding_mode=rounding)))

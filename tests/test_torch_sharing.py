@@ -483,3 +483,34 @@ def test_the_result_takes_other_weights():
     x, twin = image()(), {k: v.clone() for k, v in folded.state_dict().items()}
     assert torch.equal(functional_call(folded, twin, (x,)), folded(x))
     folded.load_state_dict(twin)
+
+
+@pytest.mark.parametrize(
+    ("build", "reason", "detail"),
+    [
+        (
+            lambda: Net(lambda s, x: s.b1(s.c1(x)) + nn.functional.conv2d(x, s.c1.weight), c1=conv(), b1=bn(4)),
+            "shared-weight",
+            "the weight of c1 is used in more than one place",
+        ),
+        (
+            lambda: two_of_each(lambda s, x: s.b1(s.c1(x)), tie_weights),
+            "shared-weight",
+            "the weight of c1 is used in more than one place",
+        ),
+        (
+            lambda: Net(lambda s, x: s.b1(s.c2(s.b1(s.c1(x)).tanh())), c1=conv(), c2=conv(), b1=bn(4)),
+            "not-expressible",
+            "b1 is not a module of its own, called once",
+        ),
+    ],
+    ids=["read-by-a-function", "tied-to-a-layer-that-is-not-called", "norm-called-twice"],
+)
+def test_the_class_cannot_hold_what_is_used_twice(build, reason, detail):
+    """Known from what the module holds and calls, before it is tried."""
+    case = Case("kept", build, image(), dtype=torch.float64)
+    module, x = case.make().double(), in_double(case.given())
+    result = bnfold.fold(module, x, keep_class=True)
+    first = next(k for k in result.report.kept if k.norm == "b1").reasons[0]
+    assert (first.reason, first.detail) == (reason, detail)
+    compare(run(result.model, x), run(module, x), EXACT)
