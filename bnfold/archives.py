@@ -53,7 +53,8 @@ def read_pickle(path: Path, trust_pickle: bool) -> Any:
     import torch
 
     try:
-        return _load_weights(path)
+        with path.open("rb") as file:  # of a path, torch takes the suffix at its word
+            return _load_weights(file)
     except pickle.UnpicklingError as error:
         with path.open("rb") as file:
             asked = _asked(file)
@@ -67,7 +68,8 @@ def read_pickle(path: Path, trust_pickle: bool) -> Any:
     try:
         with importable(Path.cwd()), warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            return torch.load(path, map_location="cpu", weights_only=False)
+            with path.open("rb") as file:
+                return torch.load(file, map_location="cpu", weights_only=False)
     except (ImportError, AttributeError) as error:
         raise InvalidFileError(
             f"{path}: the code it needs is not importable ({cause_of(error)}); run where that is, or set PYTHONPATH"
@@ -76,7 +78,7 @@ def read_pickle(path: Path, trust_pickle: bool) -> Any:
         raise damaged(path, error) from None
 
 
-def _load_weights(source: Path | IO[bytes]) -> Any:
+def _load_weights(source: IO[bytes]) -> Any:
     """What torch reads without running code.
 
     Its warnings are left out: what it says of pickle protocols it raises as well, and what it says of storages and

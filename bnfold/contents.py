@@ -32,7 +32,7 @@ SAFETENSORS = {
     "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
 }  # fmt: skip
 DEEPEST = 40  # modules within modules
-LEGACY_PICKLES = 4  # in a torch.save file older than the zip format: magic number, version, system, and the object
+LEGACY_PREFACE = 3  # pickles before the object in a torch.save file older than the zip format: magic, version, system
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +153,20 @@ def _is_network(value: Any) -> bool:
 
 
 def _header(path: Path) -> dict[str, TensorInfo]:
+    entries = {key: entry for key, entry in safetensors_header(path).items() if key != "__metadata__"}
+    with path.open("rb") as file:
+        start = 8 + int.from_bytes(file.read(8), "little")
+    _check_length(path, start + max((entry["data_offsets"][1] for entry in entries.values()), default=0))
     return {
         key: TensorInfo(tuple(entry["shape"]), SAFETENSORS.get(entry["dtype"], str(entry["dtype"]).lower()))
-        for key, entry in safetensors_header(path).items()
-        if key != "__metadata__"
+        for key, entry in entries.items()
     }
+
+
+def _check_length(path: Path, needed: int) -> None:
+    """Raise InvalidFileError for a file that is shorter than what it says it holds."""
+    if (size := path.stat().st_size) < needed:
+        raise InvalidFileError(f"{path}: cut short, {size} bytes of {needed}; {AGAIN}")
 
 
 def _zipped(path: Path) -> tuple[Any, tuple[str, ...]]:
@@ -172,11 +181,19 @@ def _zipped(path: Path) -> tuple[Any, tuple[str, ...]]:
 
 def _legacy(path: Path) -> tuple[Any, tuple[str, ...]]:
     with path.open("rb") as file:
-        value, asks_for = None, ()
-        for _ in range(LEGACY_PICKLES):
-            machine = _Machine(file)
-            value, asks_for = machine.load(), machine.asks_for
-        return value, asks_for
+        for _ in range(LEGACY_PREFACE):
+            _Machine(file).load()
+        machine = _Machine(file)
+        value = machine.load()
+        keys = _Machine(file).load()  # of the storages, whose lengths and bytes follow in this order
+        _check_length(path, file.tell() + sum(8 + machine.storages.get(k, 0) for k in keys))
+        return value, machine.asks_for
+
+
+def _bytes_of(dtype: str) -> int:
+    """The size of an element, by the bits in the name of its type."""
+    bits = re.search(r"\d+", dtype)
+    return int(bits[0]) // 8 if bits else int(dtype == "bool")
 
 
 def _described(value: Any) -> str:
@@ -296,6 +313,7 @@ class _Machine(pickle._Unpickler):  # pyright: ignore[reportPrivateUsage, report
     def __init__(self, file: IO[bytes]):
         super().__init__(file, encoding="latin-1")
         self._classes: dict[str, type[Instance]] = {}
+        self.storages: dict[Any, int] = {}  # their bytes, by key
 
     @property
     def asks_for(self) -> tuple[str, ...]:
@@ -320,7 +338,10 @@ class _Machine(pickle._Unpickler):  # pyright: ignore[reportPrivateUsage, report
         """A storage, of which only the type counts, or, in older files, a class that comes with its source text."""
         if not isinstance(pid, tuple) or len(pid) < 2:
             return _Storage("?")
-        what, kind, *_ = pid
+        what, kind, *rest = pid
         if isinstance(kind, _Type):
+            match rest:
+                case [str() as key, _, int() as count, *_]:
+                    self.storages[key] = count * _bytes_of(kind.dtype)
             return kind()
         return kind if what == "module" else _Storage("?")
