@@ -485,6 +485,20 @@ def test_the_result_takes_other_weights():
     folded.load_state_dict(twin)
 
 
+class WithoutBias(nn.Conv2d):
+    """A layer that takes a bias, and forgets it."""
+
+    def forward(self, x):
+        return nn.functional.conv2d(x, self.weight)
+
+
+def overwriting(s, x):
+    t = x * 1
+    u = s.b1(t)
+    u -= 1
+    return s.c1(u) + t
+
+
 @pytest.mark.parametrize(
     ("build", "reason", "detail"),
     [
@@ -503,10 +517,26 @@ def test_the_result_takes_other_weights():
             "not-expressible",
             "b1 is not a module of its own, called once",
         ),
+        (
+            lambda: Chain(c1=WithoutBias(4, 4, 3, bias=False), b1=bn(4)),
+            "not-expressible",
+            "conv2d (WithoutBias) ignores a bias",
+        ),
+        (
+            lambda: Net(overwriting, b1=bn(4), c1=nn.Conv2d(4, 4, 1)),
+            "not-expressible",
+            "an in-place operation would write into what b1 reads",
+        ),
     ],
-    ids=["read-by-a-function", "tied-to-a-layer-that-is-not-called", "norm-called-twice"],
+    ids=[
+        "read-by-a-function",
+        "tied-to-a-layer-that-is-not-called",
+        "norm-called-twice",
+        "bias-ignored",
+        "overwritten",
+    ],
 )
-def test_the_class_cannot_hold_what_is_used_twice(build, reason, detail):
+def test_what_the_class_cannot_hold(build, reason, detail):
     """Known from what the module holds and calls, before it is tried."""
     case = Case("kept", build, image(), dtype=torch.float64)
     module, x = case.make().double(), in_double(case.given())

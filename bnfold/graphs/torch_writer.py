@@ -33,9 +33,6 @@ class Writer:
         self.specs = list(ep.graph_signature.input_specs)
         self.by_name = {n.name: n for n in self.graph.nodes}
         self.spec_of = {s.arg.name: s for s in self.specs if hasattr(s.arg, "name")}
-        self.aliases: dict[int, int] = {}
-        for t in self.state.values():
-            self.aliases[t.data_ptr()] = self.aliases.get(t.data_ptr(), 0) + 1
         self.released: list[fx.Node] = []
         self.bytes_added = 0
 
@@ -131,7 +128,7 @@ class Writer:
         spec = self.spec_of.get(old.name) if isinstance(old, fx.Node) else None
         stored = self.state.get(spec.target) if spec is not None and spec.target is not None else None
         alone = isinstance(old, fx.Node) and len(old.users) == 1
-        if spec is not None and stored is not None and alone and self._untied(stored) and _fits(value, stored):
+        if spec is not None and stored is not None and alone and _fits(value, stored):
             self.state[str(spec.target)] = _like(stored, value)
             return
         new = self._placeholder(value, self._origin(old) or f"{node.name}.{what}")
@@ -146,9 +143,6 @@ class Writer:
             node = node.all_input_nodes[0]
         spec = self.spec_of.get(node.name) if isinstance(node, fx.Node) else None
         return spec.target if spec is not None else None
-
-    def _untied(self, stored: torch.Tensor) -> bool:
-        return self.aliases.get(stored.data_ptr(), 1) == 1
 
     def _placeholder(self, value: torch.Tensor, hint: str) -> fx.Node:
         """A new parameter: placeholder, signature entry and state under a fresh name."""

@@ -146,11 +146,6 @@ TORCH = [
         "vectors[0]",
     ),
     Mutant(
-        "torch-tied-state-in-place", "graphs/torch_writer.py",
-        "        return self.aliases.get(stored.data_ptr(), 1) == 1",
-        "        return True",
-    ),
-    Mutant(
         "torch-shared-weight-in-place", "graphs/torch_writer.py",
         "        alone = isinstance(old, fx.Node) and len(old.users) == 1",
         "        alone = isinstance(old, fx.Node)",
