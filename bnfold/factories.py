@@ -36,13 +36,19 @@ def parse_factory_args(items: Sequence[str]) -> dict[str, Any]:
     return args
 
 
+def _with_colon(spec: str) -> str:
+    """How a factory is written, from what was."""
+    module, dot, last = spec.rpartition(".")
+    if dot and last == "py":
+        return f"name what to call in it, {spec}:Net"
+    return f"did you mean {module}:{last}?" if module and last else "write package.module:callable or net.py:Net"
+
+
 def resolve_factory(spec: str) -> Callable[..., Any]:
     """The callable that "package.module:attribute.attribute" or "path/net.py:attribute" names, else a UsageError."""
     target, colon, attributes = spec.rpartition(":")
     if not colon or not target or not attributes:
-        raise UsageError(
-            f"--factory {spec!r} has no module or no callable; write package.module:callable or net.py:Net"
-        )
+        raise UsageError(f"--factory {spec!r} has no module or no callable; {_with_colon(spec)}")
     value: Any = _import(spec, target)
     for part in attributes.split("."):
         if not hasattr(value, part):

@@ -20,6 +20,8 @@ RECORD = ".bnfold.record"  # in there: which files are placed beside the output,
 
 def default_output(source: Path, verb: str) -> Path:
     """`model.pt` becomes `model.onnx` beside it; what stays of its kind, `model.folded.pt`."""
+    if not source.name:
+        raise InvalidFileError(f"{source}: is a folder; name the file in it")
     if verb == "export" and source.suffix.lower() != ".onnx":
         return source.with_suffix(".onnx")
     return source.with_name(f"{source.stem}.folded{source.suffix}")

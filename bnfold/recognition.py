@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -80,9 +81,18 @@ def head_of(path: Path) -> bytes:
         with path.open("rb") as file:
             return file.read(512)
     except FileNotFoundError:
-        raise InvalidFileError(f"{path}: no such file (looked from {Path.cwd()}); check the path") from None
+        raise InvalidFileError(f"{path}: no such file (looked from {Path.cwd()}); {_nearest(path)}") from None
     except OSError as error:
         raise InvalidFileError(f"{path}: cannot be read ({error.strerror}); check path and permissions") from None
+
+
+def _nearest(path: Path) -> str:
+    """What to do about a file that is not there."""
+    try:
+        close = difflib.get_close_matches(path.name, [f.name for f in path.parent.iterdir()], 1)
+    except OSError:
+        close = []
+    return f"did you mean {path.with_name(close[0])}?" if close else "check the path"
 
 
 def _recognise_zip(path: Path) -> str:

@@ -6,6 +6,7 @@ Everything heavy is imported inside the commands: `bnfold --help` imports neithe
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -475,7 +476,7 @@ def run(argv: list[str] | None = None) -> None:
         code = _fail("interrupted", Exit.INTERRUPTED, arguments)
     except Exception as e:
         if (wrong_usage := getattr(e, "format_message", None)) is not None:  # click's, or of the copy inside typer
-            code = _fail(f"{wrong_usage()} (-h lists what there is)", Exit.USAGE, arguments)
+            code = _fail(f"{wrong_usage().rstrip('.')} ({_hint(arguments, wrong_usage())})", Exit.USAGE, arguments)
         elif os.environ.get("BNFOLD_DEBUG"):
             raise
         else:
@@ -483,6 +484,18 @@ def run(argv: list[str] | None = None) -> None:
             text = f"internal error: {type(e).__name__}: {first} (BNFOLD_DEBUG=1 shows where)"
             code = _fail(text, Exit.INTERNAL, arguments)
     sys.exit(code)
+
+
+def _hint(arguments: list[str], said: str) -> str:
+    """What to type instead, where that can be told."""
+    if "No such command" in said and Path(arguments[0]).suffix:
+        return f"for a model: bnfold export {arguments[0]}"
+    long = next((a for a in arguments if re.fullmatch(r"-[a-z][a-z-]{2,}", a)), None)
+    if long:
+        return f"did you mean -{long}?"
+    if "extra argument" in said and arguments[0] in ("export", "fold"):
+        return "one model at a time; -o names the output"
+    return "-h lists what there is"
 
 
 def _terminate(number: int, frame: object) -> None:
