@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import logging
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,8 +15,9 @@ from typing import Any
 from .errors import CaptureError, InvalidFileError, NotEquivalentError, RemainingNormsError, UsageError
 from .files import check_output, default_output, staged
 from .graphs.port import is_onnx, is_path
-from .inputs import Example, Free, Trials, inputs_for, is_specs, trials_for, trials_on
+from .inputs import Example, Trials, inputs_for, is_specs, trials_for, trials_on
 from .onnx_files import OnnxFile, open_onnx
+from .onnx_names import fixed_batch, name_sizes, name_values, output_names, script_output_names
 from .onnx_output import data_names, free_name, superseded_data, write_model
 from .recognition import Reading, recognise
 from .report import FileInfo, Fold, Reason, Report, Verdict
@@ -291,7 +291,10 @@ def _to_onnx(
     step("writing ONNX with torch.onnx")
     opset, why = _opset(form, program.state_dict.values(), program.constants.values())
     model = _exported(program, form, opset)
-    report = report.with_(notes=(*report.notes, *why, *_name_sizes(model, {} if form.static else given.free)))
+    name_values(model, form.input_names or (), form.output_names or output_names(program))
+    fixed = () if form.static or _is_program(source) else fixed_batch(model)
+    sizes = name_sizes(model, {} if form.static else given.free)
+    report = report.with_(notes=(*report.notes, *why, *sizes, *fixed))
     if late := _late(report, model):
         step("folding what is left in ONNX")
         rest = fold(model, only=[glob.escape(n) for n in late], keep_broken=True)
@@ -316,6 +319,8 @@ def _script_to_onnx(
         output_names=form.output_names,
     )  # fmt: skip
     _check_asked(model, form)
+    if not form.output_names:
+        name_values(model, outputs=script_output_names(source))
     step("folding")
     folded = fold(model, **selection)
     return folded.model, folded.report.with_(notes=(*why, *folded.report.notes))
@@ -357,8 +362,6 @@ def _exported(program: Any, form: _Form, opset: int | None) -> Any:
                 optimize=False,  # its own folding works in float32 and would hide what was there
                 verbose=False,
                 opset_version=opset,
-                input_names=list(form.input_names) if form.input_names else None,
-                output_names=list(form.output_names) if form.output_names else None,
             )
     except Exception as e:
         first = (str(e).strip().splitlines() or [type(e).__name__])[0]
@@ -384,41 +387,6 @@ def _check_asked(model: Any, form: _Form) -> None:
     ):
         if len(names) > len(values):
             raise UsageError(f"--{option}-name: {len(names)} given, but the model's {option}s number {len(values)}")
-
-
-def _name_sizes(model: Any, free: Free) -> tuple[str, ...]:
-    """Call free sizes of the inputs what they are to be called, a leading one `batch` instead of the exporter's `s77`.
-
-    Returns a line for each size that was to stay free and did not.
-    """
-    sizes = [
-        dim for info in (*model.graph.input, *model.graph.output, *model.graph.value_info)
-        for dim in info.type.tensor_type.shape.dim if dim.dim_param
-    ]  # fmt: skip
-    for dim in sizes:
-        if dim.dim_param.isdecimal():  # what was to be free and turned out to be fixed is spelled as a name
-            dim.dim_value = int(dim.dim_param)
-    names: dict[str, str] = {}
-    notes: list[str] = []
-    for k, value in enumerate(model.graph.input):
-        dims = value.type.tensor_type.shape.dim
-        for i, name in (free.get(value.name) or free.get(str(k)) or {}).items():
-            if dims[i].dim_param:
-                names.setdefault(dims[i].dim_param, name)
-            else:
-                notes.append(
-                    f"{name} of input {value.name} is {dims[i].dim_value}: the exporter could not keep it free"
-                )
-    leading = {v.type.tensor_type.shape.dim[0].dim_param for v in model.graph.input
-               if v.type.tensor_type.shape.dim} - {"", *names}  # fmt: skip
-    if len(leading) == 1 and "batch" not in names.values():
-        names[leading.pop()] = "batch"
-    if names:
-        symbols = re.compile(rf"\b({'|'.join(map(re.escape, names))})\b")
-        for dim in sizes:
-            if dim.dim_param:
-                dim.dim_param = symbols.sub(lambda m: names[m[1]], dim.dim_param)
-    return tuple(notes)
 
 
 def _joined(report: Report, rest: Report, late: Mapping[str, str]) -> Report:

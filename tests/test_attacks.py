@@ -259,12 +259,6 @@ def test_traced(forward, names, kept):
     assert outcome(folded_once(module, None, inputs)) == (names, kept)
 
 
-def test_channels_taken_in_a_trace():
-    """torch.export writes a slice where the trace has `narrow`."""
-    net = Net(lambda s, x, y: s.bn(s.conv(x).narrow(1, 3, 4)) + y, conv=same(4, 9), bn=bn(4))
-    assert outcome(folded_once(prepared(net), None, [(picture(2, 8), picture(2, 8, 1))])) == (["bn"], {})
-
-
 # ---------------------------------------------------------------------- ONNX: integers, and differences
 
 

@@ -21,6 +21,7 @@ from torch_models import (
     compare,
     conv,
     image,
+    in_double,
     row,
     run,
     snapshot,
@@ -535,3 +536,23 @@ def test_branches_that_do_not_fit_stay_apart(build):
     norms = tuple(n for n, m in build().named_modules() if isinstance(m, bn))
     report = check(Case("apart", build, image(), norms))
     assert not any(f.direction == "merge" for f in report.folded)
+
+
+class Narrowed(nn.Module):
+    """Two inputs of which nobody says the size: what is folded is the trace."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn = conv(4, 9, 1), bn(4)
+
+    def forward(self, x, y):
+        return self.bn(self.conv(x).narrow(1, 3, 4)) + y
+
+
+def test_channels_taken_in_a_trace():
+    """torch.export writes a slice where the trace has `narrow`."""
+    case = Case("narrow", Narrowed, lambda: (image()(), image()()), dtype=torch.float64)
+    module, inputs = case.make().double(), in_double(case.given())
+    result = bnfold.fold(module)
+    assert [f.norm for f in result.report.folded] == ["bn"]
+    compare(run(result.model, inputs), run(module, inputs), EXACT)
