@@ -1,11 +1,13 @@
 """What `bnfold.checkpoint` makes of model files: every format, and every way to be wrong."""
 
+import io
 import json
 import os
 import pickle
 import subprocess
 import sys
 import warnings
+import zipfile
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,6 +71,17 @@ class Good(NamedTuple):
     options: dict[str, Any] = {}  # noqa: RUF012
 
 
+def moved(data: bytes, device: str) -> bytes:
+    """The file of a machine where the tensors lay on another device, which the pickle names as a text."""
+    here, there = (pickle.dumps(d, 2)[2:-3] for d in ("cpu", device))  # without frame and memo
+    if data[:2] != b"PK":
+        return data.replace(here, there)
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        members = {n: archive.read(n) for n in archive.namelist()}
+    assert any(here in d for d in members.values())
+    return zipped({n: d.replace(here, there) if n.endswith("data.pkl") else d for n, d in members.items()})
+
+
 FOLD = "weights taken from "
 OTHER = net(1).state_dict()
 RAW = "are not used (model.conv.weight, model.conv.bias, model.bn.weight and 4 more)"
@@ -94,6 +107,10 @@ GOOD = {
     "extras-beside": Good(saved({**WEIGHTS, "epoch": 3}), notes=("1 entries that are no tensors are ignored",)),
     "no-counter": Good(saved({k: v for k, v in WEIGHTS.items() if "num_batches" not in k})),
     "float-counter": Good(saved({k: v.float() for k, v in WEIGHTS.items()})),
+    "of-a-gpu": Good(moved(saved(WEIGHTS), "cuda:0")),
+    "of-another-accelerator": Good(moved(saved(WEIGHTS), "mps")),
+    "older-of-a-gpu": Good(moved(old(WEIGHTS), "cuda:3")),
+    "module-of-a-gpu": Good(moved(saved(net()), "cuda:1"), "module", factory=None, trust=True),
     "module": Good(saved(net()), "module", factory=None, trust=True),
     "older-module": Good(old(net()), "module", factory=None, trust=True),
     "module-wrapped": Good(
