@@ -145,7 +145,7 @@ class OnnxEvaluator:
         """Run the session; arrays of another float or integer type are converted to the declared one."""
         values = _bind(batch, self.inputs, self._role)
         feeds = {spec.name: _typed(v, spec.dtype) for spec, v in zip(self.inputs, values, strict=True)}
-        feeds = {n: np.float32(v) if n in self._narrow else v for n, v in feeds.items()}
+        feeds = {n: v.astype(np.float32) if n in self._narrow else v for n, v in feeds.items()}
         declared = self._session.get_outputs()
         if any("bfloat16" in x.type for x in (*self._session.get_inputs(), *declared)):
             results = self._run_values(feeds)
@@ -269,7 +269,11 @@ def _forward(module: Any, args: Any, kwargs: Any, float64: bool) -> Outputs:
 def _tensors(result: Any, prefix: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
     from torch.utils import _pytree as pytree  # noqa: TID251 -- a torch model takes part
 
-    for keys, leaf in pytree.tree_flatten_with_path(result)[0]:
+    try:
+        leaves = pytree.tree_flatten_with_path(result)[0]
+    except ValueError:  # a class that was registered without names for its parts
+        leaves = [((pytree.SequenceKey(k),), leaf) for k, leaf in enumerate(pytree.tree_leaves(result))]
+    for keys, leaf in leaves:
         path = (*prefix, *(str(next(getattr(k, a) for a in ("key", "idx", "name") if hasattr(k, a))) for k in keys))
         if _is_tensor(leaf):
             yield path, leaf

@@ -17,7 +17,7 @@ from .files import check_output, default_output, staged
 from .graphs.port import is_onnx, is_path
 from .inputs import Example, Trials, inputs_for, is_specs, trials_for, trials_on
 from .onnx_files import OnnxFile, open_onnx
-from .onnx_names import fixed_batch, name_sizes, name_values, output_names, script_output_names
+from .onnx_names import check_names, fixed_batch, name_sizes, name_values, output_names, script_output_names
 from .onnx_output import data_names, free_name, superseded_data, write_model
 from .recognition import Reading, recognise
 from .report import FileInfo, Fold, Reason, Report, Verdict
@@ -289,9 +289,10 @@ def _to_onnx(
     program, added = graph.apply(planning)
     report = planning.report.with_(bytes_added=added)
     step("writing ONNX with torch.onnx")
-    opset, why = _opset(form, program.state_dict.values(), program.constants.values())
+    values = (n.meta.get("val") for n in program.graph.nodes)  # autocast has bfloat16 where no weight is
+    opset, why = _opset(form, program.state_dict.values(), program.constants.values(), values)
     model = _exported(program, form, opset)
-    name_values(model, form.input_names or (), form.output_names or output_names(program))
+    _named(model, form, output_names(program))
     fixed = () if form.static or _is_program(source) else fixed_batch(model)
     sizes = name_sizes(model, {} if form.static else given.free)
     report = report.with_(notes=(*report.notes, *why, *sizes, *fixed))
@@ -314,13 +315,9 @@ def _script_to_onnx(
 
     step("writing ONNX with torch.onnx")
     opset, why = _opset(form, source.parameters(), source.buffers())
-    model = write_script(
-        source, given.inputs, free=given.free, static=form.static, opset=opset, input_names=form.input_names,
-        output_names=form.output_names,
-    )  # fmt: skip
-    _check_asked(model, form)
-    if not form.output_names:
-        name_values(model, outputs=script_output_names(source))
+    model = write_script(source, given.inputs, free=given.free, static=form.static, opset=opset)
+    _check_opset(model, form)
+    _named(model, form, script_output_names(source))
     step("folding")
     folded = fold(model, **selection)
     return folded.model, folded.report.with_(notes=(*why, *folded.report.notes))
@@ -370,23 +367,23 @@ def _exported(program: Any, form: _Form, opset: int | None) -> Any:
         converter.setLevel(level)
     assert exported is not None
     model = exported.model_proto
-    _check_asked(model, form)
+    _check_opset(model, form)
     return model
 
 
-def _check_asked(model: Any, form: _Form) -> None:
-    """torch.onnx passes over an opset it cannot reach, and over names that are too many; here they are wrong usage."""
+def _check_opset(model: Any, form: _Form) -> None:
+    """torch.onnx passes over an opset it cannot reach; here that is wrong usage."""
     written = next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), form.opset)
     if form.opset is not None and written != form.opset:
         raise UsageError(
             f"--opset {form.opset}: torch.onnx could only write opset {written}; leave it out, or try another"
         )
-    for option, names, values in (
-        ("input", form.input_names or (), model.graph.input),
-        ("output", form.output_names or (), model.graph.output),
-    ):
-        if len(names) > len(values):
-            raise UsageError(f"--{option}-name: {len(names)} given, but the model's {option}s number {len(values)}")
+
+
+def _named(model: Any, form: _Form, outputs: Sequence[str]) -> None:
+    """Give inputs and outputs the names that were asked for, outputs else those that the network has for them."""
+    check_names(model, form.input_names or (), form.output_names or ())
+    name_values(model, form.input_names or (), form.output_names or outputs)
 
 
 def _joined(report: Report, rest: Report, late: Mapping[str, str]) -> Report:

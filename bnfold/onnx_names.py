@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain, count
 from typing import Any
 
+from .errors import UsageError
 from .inputs import Free
 
 
 def output_names(program: Any) -> list[str]:
-    """Names for the tensors that an ExportedProgram returns, by where they are in what it returns.
+    """Names for what an ExportedProgram returns, by where it is in what it returns.
 
     `output` for a tensor alone, `output_0` in a tuple; the keys of a dict and the fields of a named tuple, with what
-    is below them behind a dot.
+    is below them behind a dot. None are given to what is of a class that does not say what its parts are called.
     """
     from torch.utils import _pytree as pytree  # noqa: TID251 -- the program is torch's
 
     spec, returned = program.call_spec.out_spec, program.graph_signature.user_outputs
-    paths = pytree.tree_flatten_with_path(pytree.tree_unflatten(range(spec.num_leaves), spec))[0]
+    try:
+        paths = pytree.tree_flatten_with_path(pytree.tree_unflatten(range(spec.num_leaves), spec))[0]
+    except Exception:  # what a class of somebody's own makes of numbers in place of tensors
+        return []
     if len(paths) != len(returned):
         return []
     tensors = [path for path, value in zip(paths, returned, strict=True) if isinstance(value, str)]
@@ -46,27 +50,68 @@ def _spelled(path: Sequence[Any]) -> str:
     return ".".join(map(str, path))
 
 
+def check_names(model: Any, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+    """Raise UsageError unless the first inputs and outputs of a model can be called so."""
+    graph = model.graph
+    left = {i.name for i in graph.input[len(inputs) :]} | {t.name for t in graph.initializer}
+    for option, names, values in (("input", inputs, graph.input), ("output", outputs, graph.output)):
+        if len(names) > len(values):
+            raise UsageError(f"--{option}-name: {len(names)} given, but the model's {option}s number {len(values)}")
+        for name in names:
+            if not _is_text(name):
+                raise UsageError(f"--{option}-name {name!r}: no name that ONNX can hold; choose another")
+            if name in left:
+                raise UsageError(f"--{option}-name {name}: something else is called so; choose another")
+            left.add(name)
+
+
 def name_values(model: Any, inputs: Sequence[str] = (), outputs: Sequence[str] = ()) -> None:
     """Call the first inputs and outputs of a model so.
 
-    Other values make room. A name that an initializer or an input has stays with it, and an output that is an input, or
-    is there twice, keeps its name.
+    Weights and other inputs keep their names, and an output whose name is theirs, or is taken, goes by one like it;
+    all other values make room. An output that is an input, or is there twice, gets a value of its own.
     """
     graph = model.graph
+    _part_outputs(graph, len(outputs))
     renamed = {value.name: name for value, name in zip(graph.input, inputs, strict=False)}
-    given = {i.name for i in graph.input} | {t.name for t in graph.initializer}
-    taken = {renamed.get(name, name) for name in given}
-    once = Counter(o.name for o in graph.output)
-    for value, name in zip(graph.output, outputs, strict=False):
-        if value.name not in given and once[value.name] == 1:
-            renamed[value.name] = name if name not in taken else f"{name}_output"
-            taken.add(renamed[value.name])
+    staying = {i.name for i in graph.input[len(inputs) :]} | {t.name for t in graph.initializer}
+    taken = staying | set(renamed.values())
+    for k, (value, wanted) in enumerate(zip(graph.output, outputs, strict=False)):
+        name = wanted if _is_text(wanted) else f"output_{k}"
+        if name in taken:
+            name = _fresh(f"{name}_output", taken | set(outputs))
+        renamed[value.name] = name
+        taken.add(name)
     values = {n for g in _graphs(graph) for node in g.node for n in (*node.input, *node.output)}
-    for name in sorted(values & set(renamed.values()) - renamed.keys()):
-        fresh = next(f"{name}_{k}" for k in range(2, len(values) + 3) if f"{name}_{k}" not in values | taken)
-        renamed[name] = fresh
-        taken.add(fresh)
+    for name in sorted(values & taken - staying - renamed.keys()):
+        renamed[name] = _fresh(name, taken | values)
+        taken.add(renamed[name])
     _rename(graph, {old: new for old, new in renamed.items() if old != new})
+
+
+def _part_outputs(graph: Any, first: int) -> None:
+    """Let each of the first outputs be a value of its own."""
+    import onnx
+
+    seen = {i.name for i in graph.input} | {t.name for t in graph.initializer}
+    taken = seen | {n for g in _graphs(graph) for node in g.node for n in (*node.input, *node.output)}
+    for output in graph.output[:first]:
+        if output.name in seen:
+            copied = _fresh(output.name, taken)
+            graph.node.append(onnx.helper.make_node("Identity", [output.name], [copied], copied))
+            output.name = copied
+        seen.add(output.name)
+        taken.add(output.name)
+
+
+def _is_text(name: str) -> bool:
+    """Whether a protobuf message can hold the name, and ONNX takes it for one."""
+    return bool(name) and not re.search(r"[\ud800-\udfff\0]", name)
+
+
+def _fresh(name: str, taken: Collection[str]) -> str:
+    """The name, or the first with a number behind it that is free."""
+    return next(n for n in chain([name], (f"{name}_{k}" for k in count(2))) if n not in taken)
 
 
 def _rename(graph: Any, names: Mapping[str, str]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import io
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -62,8 +62,6 @@ def write_script(
     free: Free | None = None,
     static: bool = False,
     opset: int | None = None,
-    input_names: Sequence[str] | None = None,
-    output_names: Sequence[str] | None = None,
 ) -> Any:
     """The script as an ONNX model in which every norm is still there.
 
@@ -81,7 +79,7 @@ def write_script(
         inputs = tuple(inputs[a] for a in arguments if a in inputs)
     elif not isinstance(inputs, tuple):
         inputs = (inputs,)
-    names = list(input_names or arguments)[: len(inputs)]
+    names = arguments[: len(inputs)]
     asked = [(free or {}).get(a) or (free or {}).get(str(k)) or {} for k, a in enumerate(arguments)]
     axes = {n: {0: "batch", **dims} for n, x, dims in zip(names, inputs, asked, strict=False) if x.dim()}
     try:
@@ -89,7 +87,7 @@ def write_script(
             written = Path(folder) / "script.onnx"
             torch.onnx.export(
                 script, inputs, written, dynamo=False, opset_version=opset, input_names=names,
-                output_names=list(output_names) if output_names else None, dynamic_axes={} if static else axes,
+                dynamic_axes={} if static else axes,
                 # In evaluation mode the exporter folds norms itself, in float32; `script` is in that mode already.
                 training=torch.onnx.TrainingMode.PRESERVE, do_constant_folding=False,
             )  # fmt: skip

@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 
 BFLOAT16, FLOAT = 16, 1  # TensorProto.DataType
-TYPES = frozenset({"to", "dtype", "output_dtype", "stash_type", "softmax_precision"})  # attributes that name a type
+TYPES = frozenset({  # attributes that name a type
+    "dtype", "output_datatype", "output_dtype", "precision", "softmax_precision", "stash_type", "to",
+})  # fmt: skip
 HELD = " (held as bfloat16)"
 
 
@@ -43,13 +45,14 @@ def widened(model: Any) -> tuple[Any, frozenset[str]]:
         if isinstance(message, onnx.GraphProto):
             _cast_initializers(message)
     for message in list(_messages(copied)):
-        if not _is_narrow(message) or getattr(message, "name", "").endswith(HELD):
+        if not _is_narrow(message) or (isinstance(message, onnx.TensorProto) and message.name.endswith(HELD)):
             continue
         if isinstance(message, onnx.TensorProto):
             values = onnx.numpy_helper.to_array(message).astype(np.float32)
             message.CopyFrom(onnx.numpy_helper.from_array(values, message.name))
-        elif isinstance(message, onnx.AttributeProto):
-            message.i = FLOAT
+        elif isinstance(message, onnx.NodeProto):
+            for attribute in _narrow_attributes(message):
+                attribute.i = FLOAT
         else:
             message.elem_type = FLOAT
     return copied, frozenset(known & ends)
@@ -71,10 +74,15 @@ def _cast_initializers(graph: Any) -> None:
 
 
 def _is_narrow(message: Any) -> bool:
-    """Whether this one is a tensor of bfloat16, the type of one, or an attribute that names the type."""
-    if message.DESCRIPTOR.name == "AttributeProto":
-        return message.name in TYPES and message.i == BFLOAT16
+    """Whether this one is a tensor of bfloat16, the type of one, or a node that has the type in an attribute."""
+    if message.DESCRIPTOR.name == "NodeProto":
+        return bool(_narrow_attributes(message))
     return getattr(message, "data_type", 0) == BFLOAT16 or getattr(message, "elem_type", 0) == BFLOAT16
+
+
+def _narrow_attributes(node: Any) -> list[Any]:
+    """Not those of BitCast, which reads the 16 bits: what it makes is bfloat16 and nothing else."""
+    return [a for a in node.attribute if a.name in TYPES and a.i == BFLOAT16 and node.op_type != "BitCast"]
 
 
 def _messages(message: Any) -> Iterator[Any]:

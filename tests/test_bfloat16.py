@@ -15,6 +15,7 @@ from bnfold import export
 from bnfold.errors import UsageError
 from bnfold.evaluators import OnnxEvaluator
 from bnfold.verification import verify
+from bnfold.widening import TYPES
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 SPEECH = "lacks kernels for bfloat16: the candidate computed in float32"
@@ -31,6 +32,11 @@ ROWS = {
     "branches": """g (T[N,2,4,4] x, bool c) => (T[N,3,2,2] y) {
         y = If (c) <then_branch = t () => (T[N,3,2,2] z) <T[3] v = {[1.0], [-2.0], [0.5]}> { z = Conv(x, w, v) },
                     else_branch = e () => (T[N,3,2,2] z) { z = Conv(x, w, b) }> }""",
+    "scalar": "g (T[N,2,4,4] x, T s) => (T y) { a = Conv(x, w, b)  y = Mul(a, s) }",
+    "window": """g (T[N,2,4,4] x, int64 n) => (T y) {
+        a = Conv(x, w, b)  k = HannWindow<output_datatype=TYPE>(n)  y = Mul(a, k) }""",
+    "quantized": """g (T[N,2,4,4] x) => (uint8 q) {
+        a = Conv(x, w, b)  s = Constant<value = T {[0.5]}>()  q = QuantizeLinear(a, s) }""",
     "many-types": """g (T[N,2,4,4] x, int64[2] i) => (T y, int64[2] j, float[2] f) {
         y = Conv(x, w, b)  j = Neg(i)  f = Cast<to=1>(i) }""",
     "function": """g (T[N,2,4,4] x) => (T y) { a = own.Block<kind=TYPE>(x, w, b)  y = own.Block<kind=TYPE>(a, u, b) }
@@ -59,7 +65,13 @@ def built(text, narrow):
 def feeds():
     rng = np.random.default_rng(1)
     x = rng.standard_normal((2, 2, 4, 4)).astype(BF16)
-    return {"x": np.float32(x), "c": np.array(True), "i": np.array([3, -4])}
+    return {
+        "x": np.float32(x),
+        "c": np.array(True),
+        "i": np.array([3, -4]),
+        "s": np.array(1.5, np.float32),
+        "n": np.array(2),
+    }
 
 
 def in_float32(model, given):
@@ -68,6 +80,16 @@ def in_float32(model, given):
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     return session.run(None, {i.name: given[i.name] for i in session.get_inputs()})
+
+
+def test_every_attribute_that_names_a_type_is_known():
+    named = {
+        a.name
+        for schema in onnx.defs.get_all_schemas_with_history()
+        for a in schema.attributes.values()
+        if a.type == onnx.defs.OpSchema.AttrType.INT and re.search(r"TensorProto|(?i:data ?type)", a.description)
+    }
+    assert named - {"axis"} <= TYPES
 
 
 @pytest.mark.parametrize("text", ROWS.values(), ids=ROWS)

@@ -1,6 +1,6 @@
 """What inputs, outputs and the batch of an exported file are called, and that no name is given twice."""
 
-from collections import namedtuple
+from collections import OrderedDict, namedtuple
 
 import numpy as np
 import onnx
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from bnfold import export
+from bnfold.errors import UsageError
 from bnfold.onnx_names import name_values
 
 Pair = namedtuple("Pair", "boxes scores")
@@ -41,8 +42,16 @@ RETURNS = {
     ),
     "names-of-the-input": (lambda _x, y, z: {"x": y, "z": z}, ["x_output", "z"]),
     "names-of-weights": (lambda _x, y, z: {"conv.weight": y, "z": z}, ["conv.weight_output", "z"]),
-    "one-value-twice": (lambda _x, y, z: {"a": y, "b": y, "c": z}, ["conv2d", "conv2d", "c"]),
-    "the-input-too": (lambda x, y, _z: {"a": x, "b": y}, ["x", "b"]),
+    "one-value-twice": (lambda _x, y, z: {"a": y, "b": y, "c": z}, ["a", "b", "c"]),
+    "the-input-too": (lambda x, y, _z: {"a": x, "b": y}, ["a", "b"]),
+    "a-weight-too": (lambda _x, y, _z: {"y": y}, ["y"]),
+    "the-name-that-another-would-get": (lambda _x, y, z: {"x_output": y, "x": z}, ["x_output", "x_output_2"]),
+    "the-name-that-another-would-get-later": (lambda _x, y, z: {"x": z, "x_output": y}, ["x_output_2", "x_output"]),
+    "alike-when-joined": (lambda _x, y, z: {"a.b": y, "a": {"b": z}}, ["a.b", "a.b_output"]),
+    "no-name": (lambda _x, y, z: {"": y, "z": z}, ["output_0", "z"]),
+    "no-text": (lambda _x, y, z: {"\ud800": y, "z": z}, ["output_0", "z"]),
+    "odd-text": (lambda _x, y, z: {"a b/c": y, "ü": z}, ["a b/c", "ü"]),
+    "numbers": (lambda _x, y, z: {1: y, 2: z}, ["output_1", "output_2"]),
 }  # fmt: skip
 
 
@@ -70,6 +79,13 @@ def test_outputs_are_called_what_the_network_calls_them(name, kind, tmp_path):
     assert checked(done.path, network, x) == expected
 
 
+class Unused(Net):
+    """Its second input is read by nothing."""
+
+    def forward(self, x, y):
+        return self.bn(self.conv(x)) + 0 * y.sum()
+
+
 class Two(Net):
     def forward(self, x):
         y = self.bn(self.conv(x))
@@ -86,6 +102,48 @@ def test_outputs_of_a_script(network, expected, tmp_path):
     network, x = network.eval(), torch.randn(2, 3, 8, 8)
     done = export(torch.jit.trace(network, x), tmp_path / "m.onnx", example_inputs=x)
     assert checked(done.path, network, x) == expected
+
+
+class Loose(OrderedDict):
+    """What a library returns that told torch how to take it apart, and not what the parts are called."""
+
+
+torch.utils._pytree.register_pytree_node(
+    Loose,
+    lambda o: (list(o.values()), list(o.keys())),
+    lambda values, keys: Loose(zip(keys, values, strict=True)),
+    serialized_type_name="tests.Loose",
+)
+
+
+def test_parts_without_names(tmp_path):
+    network, x = Net(lambda _x, y, z: Loose(y=y, z=z)).eval(), torch.randn(2, 3, 8, 8)
+    done = export(network, tmp_path / "m.onnx", example_inputs=x)
+    assert checked(done.path, network, x) == ["conv2d", "mean"]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "says"),
+    [
+        (["a", "a"], [], "--input-name a: something else is called so"),
+        ([], ["conv.weight"], "--output-name conv.weight: something else"),
+        ([], ["y"], "--output-name y: something else"),
+        (["y"], [], "--input-name y: something else"),
+        ([""], [], "--input-name '': no name that ONNX can hold"),
+        ([], ["\udcff"], "no name that ONNX can hold"),
+        (["a", "b", "c"], [], "--input-name: 3 given, but the model's inputs number 2"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["module", "script"])
+def test_names_that_cannot_be_given(inputs, outputs, says, kind, tmp_path):
+    network, given = Unused(None).eval(), (torch.randn(2, 3, 8, 8), torch.randn(2, 3))
+    source = network if kind == "module" else torch.jit.trace(network, given)
+    if kind == "script" and outputs == ["conv.weight"]:
+        pytest.skip("the older exporter may fold it")
+    with pytest.raises(UsageError) as caught:
+        export(source, tmp_path / "m.onnx", example_inputs=given, input_names=inputs, output_names=outputs)
+    assert says in str(caught.value)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("asked", [("image", "logits"), ("conv2d", "mean"), ("output", "x")])

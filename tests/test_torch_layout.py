@@ -549,10 +549,12 @@ class Narrowed(nn.Module):
         return self.bn(self.conv(x).narrow(1, 3, 4)) + y
 
 
-def test_channels_taken_in_a_trace():
-    """torch.export writes a slice where the trace has `narrow`."""
+@pytest.mark.parametrize("kind", ["trace", "program"])
+def test_channels_taken_by_start_and_length(kind):
+    """An exported program has `narrow`, a trace becomes a slice."""
     case = Case("narrow", Narrowed, lambda: (image()(), image()()), dtype=torch.float64)
     module, inputs = case.make().double(), in_double(case.given())
-    result = bnfold.fold(module)
+    result = bnfold.fold(module if kind == "trace" else torch.export.export(module, inputs))
     assert [f.norm for f in result.report.folded] == ["bn"]
-    compare(run(result.model, inputs), run(module, inputs), EXACT)
+    folded = result.model if kind == "trace" else result.model.module()
+    compare(folded(*inputs), run(module, inputs), EXACT)
