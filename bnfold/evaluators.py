@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import UsageError
-from .sessions import CPU, first_line, start
+from .sessions import CPU, HALVES, first_line, start
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES: dict[str, np.dtype[Any]] = {  # ONNX's words, then those that ONNX, torch and numpy have in common
@@ -64,6 +64,11 @@ class Evaluator(Protocol):
     @property
     def float_type(self) -> np.dtype[Any]:
         """The type of floating-point inputs where nothing says more."""
+        ...
+
+    @property
+    def halves(self) -> frozenset[str]:
+        """The 16-bit types in which some of it is computed."""
         ...
 
     @property
@@ -125,8 +130,8 @@ class OnnxEvaluator:
     def __init__(self, model: Any, role: str, provider: str = CPU, watch: Sequence[str] = ()) -> None:
         self._role = role
         started = start(model, role, provider, watch)
-        self._session, self._narrow = started.session, started.narrow or ()
-        if started.narrow is not None:
+        self._session, self._narrow, self.halves = started.session, started.narrow, started.halves
+        if started.widened:
             self.note = f"{provider} lacks kernels for bfloat16: the {role} computed in float32"
         self.inputs = tuple(
             InputSpec(
@@ -205,7 +210,7 @@ class ModuleEvaluator:
             self._module = _copy(module, float64).eval()
         except Exception as e:
             raise UsageError(f"{role}: {type(module).__name__} cannot be copied: {first_line(e)}") from e
-        self.float_type = _float_type(self._module)
+        self.float_type, self.halves = _float_type(self._module), _halves(self._module)
 
     def in_float64(self) -> ModuleEvaluator:
         """The module with every floating-point parameter and buffer in float64."""
@@ -225,7 +230,7 @@ class ProgramEvaluator:
     def __init__(self, program: Any, role: str, float64: bool = False) -> None:
         self._program, self._role, self._float64 = program, role, float64
         self._module = _copy(program.module(), float64)
-        self.float_type = _float_type(self._module)
+        self.float_type, self.halves = _float_type(self._module), _halves(self._module)
         arguments = [n for n in program.graph.nodes if n.op == "placeholder"]
         count = len(program.graph_signature.user_inputs)
         self._arguments = [(n.name, n.meta.get("val")) for n in arguments[len(arguments) - count :]]
@@ -303,6 +308,10 @@ def _bound(size: Any) -> int:
 def _float_type(module: Any) -> np.dtype[Any]:
     known = (DTYPES.get(_word(t.dtype)) for t in _state(module) if t.is_floating_point())
     return next((d for d in known if d is not None), DTYPES["float32"])
+
+
+def _halves(module: Any) -> frozenset[str]:
+    return frozenset(_word(t.dtype) for t in _state(module)) & HALVES.keys()
 
 
 def _state(module: Any) -> Iterator[Any]:

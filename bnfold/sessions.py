@@ -1,4 +1,4 @@
-"""Sessions of onnxruntime on a model as it stands: nothing optimized, nothing lost on the way in."""
+"""Sessions of onnxruntime that compute what a model says, also where onnxruntime does not take it as it is."""
 
 from __future__ import annotations
 
@@ -15,14 +15,21 @@ from .errors import InvalidFileError, UsageError
 CPU = "CPUExecutionProvider"
 
 
+HALVES = {"float16": 10, "bfloat16": 16}  # TensorProto.DataType
+
+
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A session. `narrow` is None where it runs what it was given; where it computes bfloat16 in float32, for want of
-    kernels, it names the inputs and outputs that are bfloat16 in the model.
+    """A session, and the 16-bit types of the model.
+
+    `widened` says that bfloat16 is computed in float32, for want of kernels; `narrow` names the inputs and outputs
+    that are bfloat16 in the model and float32 in the session.
     """
 
     session: Any
-    narrow: frozenset[str] | None
+    halves: frozenset[str]
+    widened: bool = False
+    narrow: frozenset[str] = frozenset()
 
 
 def check_providers(providers: Sequence[str]) -> None:
@@ -62,17 +69,18 @@ class _Source:
     """What onnxruntime is to load, and the folder of its external data where that is not beside a path."""
 
     model: str | bytes
+    halves: frozenset[str]
     folder: str = ""
 
 
 def _started(source: _Source, provider: str) -> Started:
     try:
-        return Started(_session(source, provider), None)
+        return Started(_session(source, provider), source.halves)
     except Exception as e:
-        wide = _widened(source) if _lacks_kernels(e) else None
-        if wide is None:
+        if not _lacks_kernels(e) or "bfloat16" not in source.halves:
             raise
-    return Started(_session(wide[0], provider), wide[1])
+    wide, narrow = _widened(source)
+    return Started(_session(wide, provider), source.halves, True, narrow)
 
 
 def _session(source: _Source, provider: str) -> Any:
@@ -91,20 +99,18 @@ def _lacks_kernels(error: Exception) -> bool:
     return type(error).__name__ == "NotImplemented"  # onnxruntime's, whose class is not public
 
 
-def _widened(source: _Source) -> tuple[_Source, frozenset[str]] | None:
-    """The model with bfloat16 in float32, and which inputs and outputs were bfloat16; None where it has none."""
+def _widened(source: _Source) -> tuple[_Source, frozenset[str]]:
+    """The model with bfloat16 in float32, and which inputs and outputs were bfloat16."""
     import onnx
 
-    from .widening import holds_bfloat16, widened
+    from .widening import widened
 
     if isinstance(source.model, bytes):
         proto, folder = onnx.load_from_string(source.model), source.folder
     else:
         proto, folder = onnx.load(source.model, load_external_data=False), str(Path(source.model).absolute().parent)
-    if not holds_bfloat16(proto):
-        return None
     wide, narrow = widened(proto)
-    return _Source(wide.SerializeToString(), folder), narrow
+    return _Source(wide.SerializeToString(), source.halves, folder), narrow
 
 
 def _source(model: Any, name: str, watch: Sequence[str]) -> _Source:
@@ -113,21 +119,24 @@ def _source(model: Any, name: str, watch: Sequence[str]) -> _Source:
     """
     import onnx
 
+    from .widening import holds
+
     path = Path(model) if isinstance(model, str | os.PathLike) else None
     try:
         if path is not None:
             proto: Any = onnx.load(path, load_external_data=False)
         else:
             proto = onnx.load_from_string(model) if isinstance(model, bytes) else model
+        halves = frozenset(half for half, kind in HALVES.items() if holds(proto, kind))
         if watch or any(_trailing(n) for n in _norms(proto)):
             proto = copy.deepcopy(proto)
             proto.graph.output.extend(onnx.ValueInfoProto(name=n) for n in watch)
             for node in _norms(proto):
                 del node.output[len(node.output) - _trailing(node) :]
-            return _Source(proto.SerializeToString(), "" if path is None else str(path.absolute().parent))
+            return _Source(proto.SerializeToString(), halves, "" if path is None else str(path.absolute().parent))
         if path is not None:
-            return _Source(str(path))
-        return _Source(model if isinstance(model, bytes) else proto.SerializeToString())
+            return _Source(str(path), halves)
+        return _Source(model if isinstance(model, bytes) else proto.SerializeToString(), halves)
     except FileNotFoundError as e:
         raise InvalidFileError(f"{name}: no such file") from e
     except Exception as e:

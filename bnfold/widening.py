@@ -18,9 +18,9 @@ TYPES = frozenset({  # attributes that name a type
 HELD = " (held as bfloat16)"
 
 
-def holds_bfloat16(model: Any) -> bool:
-    """Whether anything in an ONNX model is said to be of that type."""
-    return any(_is_narrow(m) for m in _messages(model))
+def holds(model: Any, kind: int = BFLOAT16) -> bool:
+    """Whether anything in an ONNX model is said to be of that type (a TensorProto.DataType)."""
+    return any(_is_narrow(m, kind) for m in _messages(model))
 
 
 def widened(model: Any) -> tuple[Any, frozenset[str]]:
@@ -73,16 +73,16 @@ def _cast_initializers(graph: Any) -> None:
         tensor.name += HELD
 
 
-def _is_narrow(message: Any) -> bool:
-    """Whether this one is a tensor of bfloat16, the type of one, or a node that has the type in an attribute."""
+def _is_narrow(message: Any, kind: int = BFLOAT16) -> bool:
+    """Whether this one is a tensor of that type, the type of one, or a node that has the type in an attribute."""
     if message.DESCRIPTOR.name == "NodeProto":
-        return bool(_narrow_attributes(message))
-    return getattr(message, "data_type", 0) == BFLOAT16 or getattr(message, "elem_type", 0) == BFLOAT16
+        return bool(_narrow_attributes(message, kind))
+    return getattr(message, "data_type", 0) == kind or getattr(message, "elem_type", 0) == kind
 
 
-def _narrow_attributes(node: Any) -> list[Any]:
+def _narrow_attributes(node: Any, kind: int = BFLOAT16) -> list[Any]:
     """Not those of BitCast, which reads the 16 bits: what it makes is bfloat16 and nothing else."""
-    return [a for a in node.attribute if a.name in TYPES and a.i == BFLOAT16 and node.op_type != "BitCast"]
+    return [a for a in node.attribute if a.name in TYPES and a.i == kind and node.op_type != "BitCast"]
 
 
 def _messages(message: Any) -> Iterator[Any]:

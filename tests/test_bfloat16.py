@@ -209,6 +209,67 @@ def test_a_network_is_written_as_the_opset_that_has_bfloat16(tmp_path, kind):
     assert any(SPEECH in n for n in done.verdict.notes)
 
 
+class Inside(Net):
+    """bfloat16 within, float32 without."""
+
+    def forward(self, x):
+        return self.bn(self.conv(x.bfloat16())).float()
+
+
+class InsideOfFloat(Net):
+    def forward(self, x):
+        return self.bn(self.conv(x.bfloat16()).float())
+
+
+class Autocast(Net):
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.conv(x)
+        return self.bn(y.float())
+
+
+def made(kind):
+    torch.manual_seed(0)
+    network = kind().eval()
+    if kind is Inside:
+        return network.bfloat16()
+    if kind is InsideOfFloat:
+        network.conv.bfloat16()
+    return network
+
+
+@pytest.mark.parametrize("kind", [Inside, InsideOfFloat, Autocast])
+def test_wider_outputs_of_bfloat16(kind, tmp_path):
+    """Judged by the type they were computed in, and written as the opset that has it."""
+    done = export(made(kind), tmp_path / "m.onnx", example_inputs=torch.randn(2, 3, 9, 9))
+    assert onnx.load(done.path).opset_import[0].version == 22
+    assert done.verdict.passed
+    assert [o.limit for o in done.verdict.outputs] == [0.1]
+
+
+def test_a_wider_output_of_an_onnx_file(tmp_path):
+    model = normed([1.5, -0.25, 0.0])
+    node = onnx.helper.make_node("Cast", ["n"], ["y"], to=1)
+    model.graph.node[1].output[0] = "n"
+    model.graph.node.append(node)
+    model.graph.output[0].type.tensor_type.elem_type = 1
+    onnx.save(model, tmp_path / "m.onnx")
+    assert export(tmp_path / "m.onnx", tmp_path / "out.onnx").verdict.passed
+
+
+def test_float32_alone_is_judged_as_float32():
+    shifted = normed([1.5, -0.25, 0.0])
+    wide = built(NORM, False)
+    values = {"g": [1.5, -0.25, 0.0], "m": [0.5, -1.0, 2.0], "v": [0.25, 1.0, 4.0]}
+    wide.graph.initializer.extend(numpy_helper.from_array(np.float32(a), n) for n, a in values.items())
+    other = onnx.ModelProto()
+    other.CopyFrom(wide)
+    gamma = next(t for t in other.graph.initializer if t.name == "g")
+    gamma.CopyFrom(numpy_helper.from_array(np.float32([1.5 * 1.003, -0.25, 0.0]), "g"))
+    assert not verify(wide, other).passed
+    assert verify(shifted, normed([1.5 * 1.003, -0.25, 0.0])).passed
+
+
 def test_another_opset_when_asked_for(tmp_path):
     done = export(network(), tmp_path / "m.onnx", example_inputs=(torch.randn(2, 3, 9, 9).bfloat16(),), opset=23)
     assert onnx.load(tmp_path / "m.onnx").opset_import[0].version == 23

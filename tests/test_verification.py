@@ -754,3 +754,9 @@ def test_a_module_that_caches_a_computed_weight():
     """torch does not copy such a tensor; the old weight_norm keeps one."""
     module = nn.Sequential(nn.utils.weight_norm(nn.Linear(8, 8)), nn.BatchNorm1d(8)).eval()
     assert verify(module, module, shapes=[("N", 8)]).passed
+
+
+@pytest.mark.parametrize("tolerance", [-1.0, float("nan")])
+def test_a_tolerance_that_is_none(tolerance):
+    with pytest.raises(UsageError, match="--tolerance"):
+        verify(conv(), conv(), tolerance=tolerance)
