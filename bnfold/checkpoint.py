@@ -10,14 +10,13 @@ import difflib
 import os
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .archives import damaged, read_pickle, read_program
-from .errors import InvalidFileError, UsageError, some_of
+from .errors import InvalidFileError, UsageError, about, some_of
 from .factories import build_network
 from .onnx_files import open_onnx
 from .recognition import Reading, recognise, safetensors_header, shards_of
@@ -101,12 +100,12 @@ def load_detailed(path: str | os.PathLike[str], reading: Reading | None = None) 
     origin = Origin(kind, stored, where, value, is_legacy=legacy, metadata=_metadata_of(path, kind))
     if not isinstance(value, Mapping):
         value, wrapper = _unwrap(value, notes)
-        with _found_in(path):
+        with about(path, UsageError, raised=InvalidFileError):
             check_weights(value)
         if reading.factory is None:
             return Loaded(value, "module", tuple(notes), origin=replace(origin, weights=value, wrapper=wrapper))
         value = value.state_dict()
-    with _found_in(path):
+    with about(path, UsageError, raised=InvalidFileError):
         for name, entry in value.items():
             for tensor in entry if isinstance(entry, tuple) else (entry,):  # quantized layers pack weight and bias
                 if _is_tensor(tensor):
@@ -122,15 +121,6 @@ def load_detailed(path: str | os.PathLike[str], reading: Reading | None = None) 
     found = _fit(path, network, value, built, reading, notes)
     origin = replace(origin, weights=value, prefix=found.text, keys=frozenset(found.keys))
     return Loaded(network, "state-dict", tuple(notes), origin=origin)
-
-
-@contextmanager
-def _found_in(path: Path) -> Iterator[None]:
-    """What is said of a network or a tensor that came from a file is said of the file."""
-    try:
-        yield
-    except UsageError as error:
-        raise InvalidFileError(f"{path}: {error}") from None
 
 
 # --- reading

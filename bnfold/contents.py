@@ -154,6 +154,10 @@ def _is_network(value: Any) -> bool:
 
 def _header(path: Path) -> dict[str, TensorInfo]:
     entries = {key: entry for key, entry in safetensors_header(path).items() if key != "__metadata__"}
+    for key, entry in entries.items():
+        first, last = entry["data_offsets"]
+        if not 0 <= first <= last or not all(isinstance(n, int) and n >= 0 for n in entry["shape"]):
+            raise ValueError(f"the entry of {key!r} is none")
     with path.open("rb") as file:
         start = 8 + int.from_bytes(file.read(8), "little")
     _check_length(path, start + max((entry["data_offsets"][1] for entry in entries.values()), default=0))

@@ -1,6 +1,8 @@
 """What bnfold raises. Every message is one line: the file, node or key, what was found, what to do."""
 
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 AGAIN = "copy or download it again"
@@ -52,6 +54,17 @@ class CaptureError(BnfoldError):
     """A module cannot be turned into a graph; the message carries the exporter's first line."""
 
     exit_code = 2
+
+
+@contextmanager
+def about(path: Path | None, *caught: type[BnfoldError], raised: type[BnfoldError] | None = None) -> Generator[None]:
+    """Let errors of these types name the file that the network came from; `raised` is the type they become."""
+    try:
+        yield
+    except caught as error:
+        if path is None:
+            raise
+        raise (raised or type(error))(f"{path}: {error}", error.report) from error
 
 
 def first_line(error: BaseException) -> str:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import glob
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from .errors import CaptureError, InvalidFileError, NotEquivalentError, RemainingNormsError, UsageError
+from .errors import CaptureError, InvalidFileError, NotEquivalentError, RemainingNormsError, UsageError, about
 from .files import check_output, default_output, staged
 from .graphs.port import is_onnx, is_path
 from .inputs import Example, Trials, inputs_for, is_specs, trials_for, trials_on
@@ -136,7 +135,7 @@ def export(
             checks["trials"] = trials
     write = _script_to_onnx if _is_script(source) else _to_onnx
     form = _Form(static, opset, input_names, output_names)
-    with _found_in(path):
+    with about(path, InvalidFileError, CaptureError):
         candidate, report = write(source, given, selection, form, step)
     report = report.with_(notes=(*notes, *given.notes, *report.notes))
     size = None if path is None else path.stat().st_size
@@ -241,17 +240,6 @@ def judged(
     if not verdict.passed:
         raise NotEquivalentError(_difference(target, verdict), report)
     return report
-
-
-@contextmanager
-def _found_in(path: Path | None) -> Iterator[None]:
-    """What is wrong with a network that came from a file is said of the file."""
-    try:
-        yield
-    except (InvalidFileError, CaptureError) as error:
-        if path is None:
-            raise
-        raise type(error)(f"{path}: {error}", error.report) from error
 
 
 def _target(path: Path | None, output: Any) -> Path:

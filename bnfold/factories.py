@@ -10,6 +10,7 @@ import difflib
 import importlib
 import importlib.util
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -38,10 +39,11 @@ def parse_factory_args(items: Sequence[str]) -> dict[str, Any]:
 
 def _with_colon(spec: str) -> str:
     """How a factory is written, from what was."""
-    module, dot, last = spec.rpartition(".")
-    if dot and last == "py":
+    if spec.endswith(".py"):
         return f"name what to call in it, {spec}:Net"
-    return f"did you mean {module}:{last}?" if module and last else "write package.module:callable or net.py:Net"
+    if re.fullmatch(r"\w+(\.\w+)+", spec):
+        return f"did you mean {':'.join(spec.rsplit('.', 1))}?"
+    return "write package.module:callable or net.py:Net"
 
 
 def resolve_factory(spec: str) -> Callable[..., Any]:
@@ -103,7 +105,7 @@ def build_network(factory: str | Callable[..., Any], args: Mapping[str, Any]) ->
     try:
         with importable(Path.cwd()):
             network = build(**args)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UsageError(f"the factory {name} failed ({first_line(error)}); check it and each --factory-arg") from error
     if not isinstance(network, nn.Module):
         raise UsageError(f"the factory {name} returned a {type(network).__name__}; it must return a torch.nn.Module")

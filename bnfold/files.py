@@ -20,7 +20,7 @@ RECORD = ".bnfold.record"  # in there: which files are placed beside the output,
 
 def default_output(source: Path, verb: str) -> Path:
     """`model.pt` becomes `model.onnx` beside it; what stays of its kind, `model.folded.pt`."""
-    if not source.name:
+    if source.is_dir():
         raise InvalidFileError(f"{source}: is a folder; name the file in it")
     if verb == "export" and source.suffix.lower() != ".onnx":
         return source.with_suffix(".onnx")

@@ -229,19 +229,26 @@ def make_inputs(specs: Sequence[InputSpec], like: Any = None) -> tuple[Any, ...]
         dtype = getattr(torch, s.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise UsageError(f"--input {s}: {s.dtype} is no dtype of torch")
-        if dtype.is_floating_point:
-            wanted = own if dtype is torch.float32 and own is not None else dtype
-            noise = torch.randn(shape, generator=generator)
-            if s.values is not None:
-                least, most = s.values
-                noise = least + (most - least) * torch.rand(shape, generator=generator)
-            made.append(noise.to(wanted))
-        else:
-            least, most = (int(v) for v in s.values or (0, 1 if dtype is torch.bool else BELOW - 1))
-            made.append(torch.randint(least, most + 1, shape, generator=generator, dtype=torch.int64).to(dtype))
+        try:
+            made.append(_drawn(s, shape, dtype, own, generator))
+        except (RuntimeError, TypeError, ValueError, OverflowError, MemoryError) as error:
+            raise UsageError(f"--input {s}: torch cannot make it ({first_line(error)})") from None
     if specs and specs[0].name:
         return {s.name: t for s, t in zip(specs, made, strict=True) if s.name}
     return tuple(made)
+
+
+def _drawn(spec: InputSpec, shape: list[int], dtype: Any, own: Any, generator: Any) -> Any:
+    import torch
+
+    if not dtype.is_floating_point:
+        least, most = (int(v) for v in spec.values or (0, 1 if dtype is torch.bool else BELOW - 1))
+        return torch.randint(least, most + 1, shape, generator=generator, dtype=torch.int64).to(dtype)
+    noise = torch.randn(shape, generator=generator)
+    if spec.values is not None:
+        least, most = spec.values
+        noise = least + (most - least) * torch.rand(shape, generator=generator)
+    return noise.to(own if dtype is torch.float32 and own is not None else dtype)
 
 
 def _float_type(module: Any) -> Any:

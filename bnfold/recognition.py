@@ -88,6 +88,8 @@ def head_of(path: Path) -> bytes:
 
 def _nearest(path: Path) -> str:
     """What to do about a file that is not there."""
+    if path.is_symlink():
+        return f"it is a link to {path.readlink()}, which is not there"
     try:
         close = difflib.get_close_matches(path.name, [f.name for f in path.parent.iterdir()], 1)
     except OSError:
@@ -121,11 +123,14 @@ def shards_of(path: Path) -> list[Path]:
     try:
         named = sorted(set(json.loads(path.read_bytes())["weight_map"].values()))
         shards = [path.parent / name for name in named]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        outside = [s for s in shards if not s.resolve().is_relative_to(path.parent.resolve())]
+        missing = [s for s in shards if not s.is_file()]
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise damaged(path, error) from None
-    for shard in shards:
-        if not shard.resolve().is_relative_to(path.parent.resolve()):
-            raise InvalidFileError(f"{path}: unsafe, its shard {shard.name!r} lies outside its folder; do not use it")
-        if not shard.is_file():
-            raise InvalidFileError(f"{path}: its shard {shard.name!r} is missing; put all of them beside the index")
+    if outside:
+        raise InvalidFileError(f"{path}: unsafe, its shard {outside[0].name!r} lies outside its folder; do not use it")
+    if missing:
+        raise InvalidFileError(f"{path}: its shard {missing[0].name!r} is missing; put all of them beside the index")
+    if nested := [s for s in shards if recognise(s) not in ("torch", "safetensors")]:
+        raise InvalidFileError(f"{path}: its shard {nested[0].name!r} is no file of weights; {AGAIN}")
     return shards

@@ -6,7 +6,6 @@ Everything heavy is imported inside the commands: `bnfold --help` imports neithe
 from __future__ import annotations
 
 import os
-import re
 import signal
 import sys
 import threading
@@ -474,9 +473,16 @@ def run(argv: list[str] | None = None) -> None:
         code = _fail(str(e), e.exit_code, arguments, e.report)
     except KeyboardInterrupt:
         code = _fail("interrupted", Exit.INTERRUPTED, arguments)
+    except _TerminatedError:
+        raise
+    except SystemExit:
+        code = _fail(
+            "code of the network, or of its file, ended the program (sys.exit); mend it", Exit.USAGE, arguments
+        )
     except Exception as e:
         if (wrong_usage := getattr(e, "format_message", None)) is not None:  # click's, or of the copy inside typer
-            code = _fail(f"{wrong_usage().rstrip('.')} ({_hint(arguments, wrong_usage())})", Exit.USAGE, arguments)
+            said = str(wrong_usage())
+            code = _fail(f"{said.rstrip('.')} ({_hint(arguments, said, e)})", Exit.USAGE, arguments)
         elif os.environ.get("BNFOLD_DEBUG"):
             raise
         else:
@@ -486,21 +492,26 @@ def run(argv: list[str] | None = None) -> None:
     sys.exit(code)
 
 
-def _hint(arguments: list[str], said: str) -> str:
+def _hint(arguments: list[str], said: str, wrong_usage: Exception) -> str:
     """What to type instead, where that can be told."""
+    context: Any = getattr(wrong_usage, "ctx", None)
     if "No such command" in said and Path(arguments[0]).suffix:
         return f"for a model: bnfold export {arguments[0]}"
-    long = next((a for a in arguments if re.fullmatch(r"-[a-z][a-z-]{2,}", a)), None)
-    if long:
-        return f"did you mean -{long}?"
+    known = {name for parameter in (context.command.params if context else ()) for name in parameter.opts}
+    if long := next((f"-{a}" for a in arguments if f"-{a}" in known), None):
+        return f"did you mean {long}?"
     if "extra argument" in said and arguments[0] in ("export", "fold"):
         return "one model at a time; -o names the output"
     return "-h lists what there is"
 
 
+class _TerminatedError(SystemExit):
+    """A signal ended the program, not code of a network."""
+
+
 def _terminate(number: int, frame: object) -> None:
     """Leave through the `finally` blocks, which remove what is half written."""
-    sys.exit(128 + number)
+    raise _TerminatedError(128 + number)
 
 
 def _fail(message: str, code: int, arguments: list[str], report: Report | None = None) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Generator
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from bnfold.report import Doc, Fold, OutputCheck, Reason, Report, Verdict
 
 WIDTH = 100
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # what names in a file could do to a terminal
 LONGEST_LIST = 200  # rows of a table on a terminal; --json is complete
 
 
@@ -98,7 +100,7 @@ def show_error(message: str, code: int, as_json: bool, report: Report | None) ->
             print(json.dumps({**found, "error": error}, indent=2, allow_nan=False))
         elif report is not None:
             show_report(report, False, planned=False)
-    print(f"bnfold: {message}", file=sys.stderr)
+    print(_clean(f"bnfold: {message}"), file=sys.stderr)
 
 
 def show_report(report: Report, as_json: bool, planned: bool) -> None:
@@ -115,28 +117,44 @@ def show_report(report: Report, as_json: bool, planned: bool) -> None:
 # ---------------------------------------------------------------------- plain lines
 
 
+def _clean(text: str) -> str:
+    """The text with control characters, and what is no text, spelled out."""
+    return CONTROL.sub(lambda m: ascii(m[0])[1:-1], text)
+
+
+def _say(line: str) -> None:
+    print(_clean(line))
+
+
+def _marked(text: str) -> str:
+    """The text as rich prints it: as it is."""
+    from rich.markup import escape
+
+    return escape(_clean(text))
+
+
 def _plain(report: Report, planned: bool) -> None:
     for note in report.notes:
-        print(f"note: {note}")
+        _say(f"note: {note}")
     if report.contents is not None:
         for line in (*_overview(report.contents), *_listing(report.contents)):
-            print(line)
+            _say(line)
     elif _folding(report):
-        print(_summary(report, planned))
+        _say(_summary(report, planned))
     fate, other = ("would fold", "would stay") if planned else ("folded", "kept  ")
     for f in report.folded:
-        print(f"{fate}  {f.norm or f.op}  ->  {_into(f)}")
+        _say(f"{fate}  {f.norm or f.op}  ->  {_into(f)}")
     for f in report.affine:
-        print(f"{fate}  {f.norm} (constant {f.op})  ->  {_into(f)}")
+        _say(f"{fate}  {f.norm} (constant {f.op})  ->  {_into(f)}")
     for k in report.kept:
         for r in k.reasons:
-            print(f"{other}  {k.norm}  {r.reason}: {r.detail} [{r.at}]")
+            _say(f"{other}  {k.norm}  {r.reason}: {r.detail} [{r.at}]")
     if report.verdict is not None:
         for o in report.verdict.outputs:
-            print(f"output  {o.name}  {_numbers(o)}")
-        print(_judgement(report.verdict))
+            _say(f"output  {o.name}  {_numbers(o)}")
+        _say(_judgement(report.verdict))
     for line in _files(report):
-        print(line)
+        _say(line)
 
 
 FORMATS = {
@@ -244,27 +262,26 @@ def _size(n: float) -> str:
 
 def _pretty(report: Report, planned: bool) -> None:
     from rich.console import Console
-    from rich.markup import escape
 
     console = Console(highlight=False)
     console.width = min(console.width, WIDTH)
     for note in report.notes:
-        console.print(f"[dim]{escape(note)}[/dim]", soft_wrap=True)
+        console.print(f"[dim]{_marked(note)}[/dim]", soft_wrap=True)
     if report.folded or report.affine:
         _table(console, _folds(report, planned))
     if report.kept:
         _table(console, _kept(report, planned))
     if report.contents is not None:
         for line in (*_listing(report.contents, LONGEST_LIST), *_overview(report.contents)):
-            console.print(escape(line), soft_wrap=True)
+            console.print(_marked(line), soft_wrap=True)
     elif _folding(report):
-        console.print(f"[bold]{escape(_summary(report, planned))}[/bold]", soft_wrap=True)
+        console.print(f"[bold]{_marked(_summary(report, planned))}[/bold]", soft_wrap=True)
     if (v := report.verdict) is not None:
         if v.outputs:
             _table(console, _outputs(v))
-        console.print(f"[bold {'green' if v.passed else 'red'}]{escape(_judgement(v))}[/]", soft_wrap=True)
+        console.print(f"[bold {'green' if v.passed else 'red'}]{_marked(_judgement(v))}[/]", soft_wrap=True)
     for line in _files(report):
-        console.print(escape(line), soft_wrap=True)
+        console.print(_marked(line), soft_wrap=True)
 
 
 def _new_table(title: str, *columns: str) -> Table:
@@ -282,25 +299,23 @@ def _table(console: Console, table: Table) -> None:
 
 
 def _folds(report: Report, planned: bool) -> Table:
-    from rich.markup import escape
 
     table = _new_table("would fold" if planned else "folded", "normalization", "into", "direction", "through")
     rows = [*report.folded, *report.affine]
     for f in rows[:LONGEST_LIST]:
-        table.add_row(escape(f.norm or f.op), escape(", ".join(f.into)), f.direction, escape(", ".join(f.through)))
+        table.add_row(_marked(f.norm or f.op), _marked(", ".join(f.into)), f.direction, _marked(", ".join(f.through)))
     if len(rows) > LONGEST_LIST:
         table.add_row(f"… {len(rows) - LONGEST_LIST} more, see --json", "", "", "")
     return table
 
 
 def _kept(report: Report, planned: bool) -> Table:
-    from rich.markup import escape
 
     table = _new_table("would stay" if planned else "kept", "normalization", "reason", "at", "")
     for k in report.kept[:LONGEST_LIST]:
         for i, r in enumerate(k.reasons):
             table.add_row(
-                escape(k.norm) if i == 0 else "", f"[yellow]{r.reason}[/yellow]", escape(r.at), escape(r.detail)
+                _marked(k.norm) if i == 0 else "", f"[yellow]{r.reason}[/yellow]", _marked(r.at), _marked(r.detail)
             )
     if len(report.kept) > LONGEST_LIST:
         table.add_row(f"… {len(report.kept) - LONGEST_LIST} more, see --json", "", "", "")
@@ -308,10 +323,9 @@ def _kept(report: Report, planned: bool) -> Table:
 
 
 def _outputs(v: Verdict) -> Table:
-    from rich.markup import escape
 
     table = _new_table("verification", "output", "error", "limit", "original's own", "")
     for o in v.outputs:
         floor = "" if o.floor is None else f"{o.floor:.1e}"
-        table.add_row(escape(o.name), f"{o.error:.1e}", f"{o.limit:.1e}", floor, escape(o.problem))
+        table.add_row(_marked(o.name), f"{o.error:.1e}", f"{o.limit:.1e}", floor, _marked(o.problem))
     return table

@@ -246,6 +246,48 @@ def test_a_pickle_that_only_looks_like_a_checkpoint(tmp_path):
     assert not (tmp_path / "marker").exists()
 
 
+def header_only(entries: Any) -> bytes:
+    text = json.dumps(entries).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+ENTRY = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+
+
+def test_names_cannot_steer_the_terminal(tmp_path):
+    """Escape sequences, and what is no text, are spelled out; JSON holds them as they are."""
+    (tmp_path / "a.safetensors").write_bytes(header_only({"\x1b[31mred\ud800": ENTRY}))
+    done = inspected(tmp_path / "a.safetensors")
+    assert done.returncode == 0, done.stderr
+    assert "\\x1b[31mred\\ud800" in done.stdout
+    assert "\x1b" not in done.stdout
+    told = json.loads(inspected(tmp_path / "a.safetensors", "--json").stdout)
+    assert list(told["contents"]["sets"][0]["tensors"]) == ["\x1b[31mred\ud800"]
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {**ENTRY, "data_offsets": [8, 0]}, {**ENTRY, "data_offsets": [-8, 0]}, {**ENTRY, "data_offsets": "no"},
+        {**ENTRY, "shape": [-1]}, {**ENTRY, "shape": ["a"]}, {**ENTRY, "shape": None}, {}, 7,
+    ],
+)  # fmt: skip
+def test_entries_that_are_none(entry, tmp_path):
+    (tmp_path / "a.safetensors").write_bytes(header_only({"a": entry}))
+    done = inspected(tmp_path / "a.safetensors")
+    assert done.returncode == 6
+    assert "a.safetensors: damaged" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["index.json", "x\0y", "z" * 5000, "\ud800", "", "."])
+def test_shards_that_are_none(name, tmp_path):
+    (tmp_path / "index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    for options in ((), ("--factory", "checkpoints:Net")):
+        done = inspected(tmp_path / "index.json", *options)
+        assert done.returncode == 6
+        assert done.stderr.count("bnfold: ") == 1
+
+
 def test_the_network_itself_is_a_norm(tmp_path):
     torch.save(nn.BatchNorm1d(3).state_dict(), tmp_path / "a.pt")
     (found,) = as_plain(read_contents(tmp_path / "a.pt", "torch"))["sets"]

@@ -25,6 +25,13 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.bn(self.conv(x))
+
+def leave():
+    raise SystemExit(3)
+
+class Leaving(Net):
+    def forward(self, x):
+        raise SystemExit(0)
 """
 
 
@@ -120,6 +127,38 @@ LINES = {
     "one-dash": Typed(
         f"export model.pt {FACTORY} -input 1x3x8x8", "did you mean --input?", SIZED
     ),
+    "output-in-one-word": Typed(
+        f"export model.pt out.onnx {FACTORY} -omodel", "(out.onnx) … -o names the output", RIGHT
+    ),
+    "size-of-another-world": Typed(
+        f"export model.pt {FACTORY} --input 99999999999999999999x3x8x8", "--input 99999999999999999999x3x8x8: torch",
+        SIZED,
+    ),
+    "size-beyond-memory": Typed(
+        f"export model.pt {FACTORY} --input 9999999999x3x99999x99999", "--input 9999999999x3x99999x99999: torch", SIZED
+    ),
+    "type-that-cannot-be-drawn": Typed(
+        f"export model.pt {FACTORY} --input 1x3x8x8:qint8", "--input 1x3x8x8: torch cannot make it", SIZED
+    ),
+    "name-without-text": Typed(f"{RIGHT} --output-name ''", "--output-name '': no name", f"{RIGHT} --output-name y"),
+    "name-of-the-input": Typed(
+        f"{RIGHT} --output-name x", "--output-name x: something else", f"{RIGHT} --output-name y"
+    ),
+    "name-twice": Typed(
+        f"{RIGHT} --input-name a --output-name a", "--output-name a: something else", f"{RIGHT} --input-name a"
+    ),
+    "factory-that-exits": Typed("export model.pt --factory typed_net:leave", "leave failed (SystemExit: 3)", RIGHT),
+    "network-that-exits": Typed(
+        "export model.pt --factory typed_net:Leaving --input 1x3x8x8", "ended the program (sys.exit)", SIZED
+    ),
+    "factory-with-a-colon-too-many": Typed(
+        "export model.pt --factory typed_net:", "write package.module:callable or net.py:Net", RIGHT
+    ),
+    "factory-that-is-a-path": Typed(
+        "export model.pt --factory ../typed_net", "write package.module:callable or net.py:Net", RIGHT
+    ),
+    "broken-link": Typed("inspect link.pt", "link.pt: no such file … a link to gone.pt, which is not there", RIGHT, 6),
+    "tolerance-below-zero": Typed(f"{RIGHT} --tolerance -1", "--tolerance -1.0", f"{RIGHT} --tolerance 0.1"),
     "option-misspelt": Typed(
         f"export model.pt {FACTORY} --inputs 1x3x8x8", "--input", SIZED
     ),
@@ -136,6 +175,7 @@ LINES = {
 def folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "typed_net.py").write_text(NETWORK)
+    Path("link.pt").symlink_to("gone.pt")
     torch.save(WEIGHTS, "model.pt")
     torch.save({"model": WEIGHTS, "teacher": WEIGHTS}, "two.pt")
     torch.save(net(), "pickled.pt")
